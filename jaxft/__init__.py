@@ -1,0 +1,46 @@
+"""jaxft: fault-tolerant training for JAX and Flax.
+
+Nothing is imported until a name is used, so that host-only programs (the
+supervisor, the command line) never load jax.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+# Public name -> module that defines it.
+_HOMES = {
+    "CheckpointManager": "jaxft.checkpoint.manager",
+    "Config": "jaxft.config",
+    "ConfigError": "jaxft.config",
+    "ExitCode": "jaxft.records",
+    "Fault": "jaxft.records",
+    "FaultError": "jaxft.records",
+    "Model": "jaxft.types",
+    "StepOutput": "jaxft.types",
+    "TrainState": "jaxft.types",
+    "explain": "jaxft.parallel.sharding",
+    "from_functions": "jaxft.models.adapters",
+    "from_linen": "jaxft.models.adapters",
+    "from_nnx": "jaxft.models.adapters",
+    "make_mesh": "jaxft.parallel.mesh",
+    "make_train_step": "jaxft.train.step",
+    "plan_shardings": "jaxft.parallel.sharding",
+    "put_batch": "jaxft.parallel.sharding",
+    "run": "jaxft.loop",
+}
+
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'jaxft' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""Steps on disk: when, what, how, and back again."""

@@ -1,0 +1,1 @@
+"""Rows, global order, prefetch and position."""

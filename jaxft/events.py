@@ -1,0 +1,192 @@
+"""The run's append-only history: one JSON line an event, one file a process.
+
+World: host-only. Floor: above `records` and `config`. Goodput, reports, the
+supervisor and people read the same lines. A process that dies leaves at most one
+torn line at the end of its own file; the reader skips it.
+
+Every line has `kind`, `time` (seconds since the epoch), `host`, `role` and `pid`,
+and the fields that `KINDS` lists for its kind. A reader must ignore what it does
+not know.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Clock = Callable[[], float]
+
+# kind -> the fields it always has, and what they mean.
+KINDS: dict[str, dict[str, str]] = {
+    # the supervisor
+    "launch": {"worker_pid": "process id", "attempt": "0 for the first worker"},
+    "worker_exit": {
+        "worker_pid": "process id",
+        "status": "exit status; -n for signal n",
+        "step": "last step it reported; -1 for none",
+    },
+    "decision": {
+        "action": "restart, stop or finish",
+        "cause": "a FaultKind, or finished",
+        "reason": "one line",
+        "delay_secs": "wait before a restart",
+        "budget_left": "restarts left",
+    },
+    "supervisor_end": {"exit_code": "of the command", "reason": "one line"},
+    # the worker
+    "start": {"attempt": "as in launch", "argv": "command line"},
+    "facts": {"facts": "what can change numbers: versions, devices, flags, mesh"},
+    "preflight_done": {},
+    "phase": {"name": "init, compile, restore, train, evaluate, save, close"},
+    "compile": {"secs": "wall time", "cached": "whether the cache served it"},
+    "cache_unusable": {"path": "its folder", "reason": "one line"},
+    "fresh_start": {"reason": "one line"},
+    "restore": {"step": "its label", "secs": "wall time", "num_bytes": "read"},
+    "quarantine": {"step": "its label", "path": "where it is now", "reason": "why"},
+    "not_a_checkpoint": {"path": "a folder named like a step", "reason": "why"},
+    "resume_changed": {"changes": "setting or fact -> [saved, now]"},
+    "step": {
+        "step": "finished step attempts",
+        "first_step": "the first that this event speaks of",
+        "secs": "wall time of all of them",
+        "data_secs": "of that, waiting for input",
+        "metrics": "means over one step, the last of them",
+        "num_skipped": "guarded steps among them",
+    },
+    "evaluation": {"step": "at its border", "metrics": "means", "secs": "wall time"},
+    "save_start": {"step": "its label", "blocking_secs": "the loop waited"},
+    "save_commit": {"step": "its label", "secs": "from the start", "num_bytes": ""},
+    "save_skipped": {"step": "its label", "reason": "one line"},
+    "save_failed": {"step": "its label", "reason": "one line"},
+    "deleted": {"step": "its label", "path": "its folder"},
+    "delete_failed": {"path": "what stayed", "reason": "one line"},
+    "stop_request": {"reason": "signal name, time limit or notebook"},
+    "fault": {
+        "fault": "a FaultKind",
+        "step": "when it was seen",
+        "process": "where it was seen",
+        "evidence": "at most 4 kB",
+        "exit_code": "of this worker",
+    },
+    "end": {"step": "finished step attempts", "reason": "finished or stopped"},
+}
+
+
+class EventLog:
+    """Appends events to `<folder>/<host>-<role>-<start>.jsonl`; an `Emit`.
+
+    Args:
+        folder: the run's `events` folder; made when the first event is written.
+        role: `supervise`, `work` or `notebook`.
+        tee: also called with each finished line (the worker's pipe).
+        clock: seconds since the epoch.
+
+    A history that cannot be written never stops a run: the first failure is kept
+    in `error`, later events are still handed to `tee`.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        role: str,
+        tee: Callable[[str], None] | None = None,
+        clock: Clock = time.time,
+    ):
+        self._host = socket.gethostname()
+        start = f"{clock():.3f}".replace(".", "")
+        name = f"{self._host}-{role}-{start}-{os.getpid()}.jsonl"
+        self.path = pathlib.Path(folder) / name
+        self.error: OSError | None = None
+        self._role = role
+        self._tee = tee
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._held: list[str] | None = []
+        self._fd = -1
+
+    def open(self) -> None:
+        """Writes what was emitted so far and goes on to the file from here on.
+
+        Until then nothing touches the disk: before the preflight is over a run
+        leaves the workdir as it found it.
+        """
+        with self._lock:
+            held, self._held = self._held or [], None
+            for line in held:
+                self._write(line)
+
+    def __call__(self, kind: str, /, **fields: Any) -> None:
+        """Appends one event.
+
+        Raises:
+            ValueError: `kind` is unknown or a field that it must have is missing.
+        """
+        if kind not in KINDS:
+            raise ValueError(f"unknown event kind {kind!r}")
+        if missing := KINDS[kind].keys() - fields.keys():
+            raise ValueError(f"event {kind!r} lacks {sorted(missing)}")
+        record = {
+            "kind": kind,
+            "time": self._clock(),
+            "host": self._host,
+            "role": self._role,
+            "pid": os.getpid(),
+        }
+        line = json.dumps(record | fields, default=str, allow_nan=True)
+        with self._lock:
+            if self._held is not None:
+                self._held.append(line)
+            else:
+                self._write(line)
+        if self._tee is not None:
+            self._tee(line)
+
+    def _write(self, line: str) -> None:
+        if self.error is not None:
+            return
+        try:
+            if self._fd < 0:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+                self._fd = os.open(self.path, flags, 0o644)
+            os.write(self._fd, line.encode() + b"\n")
+        except OSError as error:
+            self.error = error
+
+    def close(self) -> None:
+        """Closes the file; later events open it again."""
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+
+
+def parse_line(line: str) -> dict[str, Any] | None:
+    """One event, or None for a torn or foreign line."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(event, dict) or "kind" not in event or "time" not in event:
+        return None
+    return event
+
+
+def read_events(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """All events under `folder`, by time; torn lines and a missing folder are fine."""
+    return sorted(_scan(pathlib.Path(folder)), key=lambda event: event["time"])
+
+
+def _scan(folder: pathlib.Path) -> Iterator[dict[str, Any]]:
+    for path in sorted(folder.glob("*.jsonl")):
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                if (event := parse_line(line)) is not None:
+                    yield event

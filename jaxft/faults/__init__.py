@@ -1,0 +1,1 @@
+"""How failures and stop requests are seen."""

@@ -1,0 +1,1 @@
+"""Numbers and reports for people."""

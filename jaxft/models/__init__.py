@@ -1,0 +1,1 @@
+"""The shipped models, and adapters for anybody's."""

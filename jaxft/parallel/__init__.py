@@ -1,0 +1,1 @@
+"""Placement and processes: where arrays live."""

@@ -1,0 +1,175 @@
+"""Plain values that cross the house: faults, exit codes, checkpoint facts.
+
+World: host-only. Floor: the lowest, beside `config`. Read `jaxft/events.py` next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+
+class ExitCode(enum.IntEnum):
+    """Final exit codes of the command; schedulers requeue on `REQUEUE`."""
+
+    FINISHED = 0
+    NONFINITE = 65
+    NO_CHECKPOINT = 66
+    PEER_LOST = 69
+    CRASHED = 70
+    HUNG = 71
+    WORKDIR_IN_USE = 73
+    SAVE_FAILED = 74
+    STOPPED = 75
+    SILENT_CORRUPTION = 76
+    OUT_OF_MEMORY = 77
+    CONFIG = 78
+
+
+REQUEUE = frozenset(
+    {
+        ExitCode.STOPPED,
+        ExitCode.PEER_LOST,
+        ExitCode.HUNG,
+        ExitCode.SAVE_FAILED,
+        ExitCode.SILENT_CORRUPTION,
+    }
+)
+
+
+class FaultKind(enum.StrEnum):
+    """What was detected. The value is the name used in events and reports."""
+
+    CONFIG = "config"
+    WORKDIR_IN_USE = "workdir_in_use"
+    STOPPED = "stopped"
+    KILLED = "killed"
+    EXCEPTION = "exception"
+    OUT_OF_MEMORY = "out_of_memory"
+    NONFINITE = "nonfinite"
+    NO_CHECKPOINT = "no_checkpoint"
+    SAVE_FAILED = "save_failed"
+
+
+EXIT_CODES = {
+    FaultKind.CONFIG: ExitCode.CONFIG,
+    FaultKind.WORKDIR_IN_USE: ExitCode.WORKDIR_IN_USE,
+    FaultKind.STOPPED: ExitCode.STOPPED,
+    FaultKind.KILLED: ExitCode.CRASHED,
+    FaultKind.EXCEPTION: ExitCode.CRASHED,
+    FaultKind.OUT_OF_MEMORY: ExitCode.OUT_OF_MEMORY,
+    FaultKind.NONFINITE: ExitCode.NONFINITE,
+    FaultKind.NO_CHECKPOINT: ExitCode.NO_CHECKPOINT,
+    FaultKind.SAVE_FAILED: ExitCode.SAVE_FAILED,
+}
+
+MAX_EVIDENCE_BYTES = 4096
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One detected failure.
+
+    Attributes:
+        kind: what it is.
+        step: finished step attempts when it was seen; -1 before the first is known.
+        process: index of the process it was seen on.
+        evidence: at most 4 kB of text; longer text keeps its end.
+        files: paths that hold more.
+    """
+
+    kind: FaultKind
+    step: int = -1
+    process: int = 0
+    evidence: str = ""
+    files: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        data = self.evidence.encode()
+        if len(data) > MAX_EVIDENCE_BYTES:
+            kept = data[-MAX_EVIDENCE_BYTES:].decode(errors="ignore")
+            object.__setattr__(self, "evidence", kept)
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """The command's exit code if this fault ends it."""
+        return EXIT_CODES[self.kind]
+
+
+class FaultError(Exception):
+    """A failure on its way to an exit code.
+
+    Attributes:
+        fault: what happened.
+    """
+
+    def __init__(self, fault: Fault):
+        super().__init__(fault.evidence or str(fault.kind))
+        self.fault = fault
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointInfo:
+    """A committed step as discovery found it.
+
+    Attributes:
+        step: its label: finished step attempts.
+        path: its folder, absolute.
+        commit_secs: when it was committed, in seconds since the epoch.
+        num_bytes: size of its files.
+        metrics: evaluation results stored with it.
+    """
+
+    step: int
+    path: str
+    commit_secs: float
+    num_bytes: int = 0
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SaveQuestion:
+    """What a save policy may look at.
+
+    Attributes:
+        step: finished step attempts now.
+        now_secs: seconds since the epoch now.
+        last_step: label of the last save that was started or found; -1 for none.
+        last_secs: when that was, or when the run started.
+    """
+
+    step: int
+    now_secs: float
+    last_step: int
+    last_secs: float
+
+
+class SavePolicy(Protocol):
+    """Decides whether to save at a step border. No I/O, no clock of its own."""
+
+    def should_save(self, question: SaveQuestion) -> bool:
+        """Whether a save is due."""
+        ...
+
+
+class KeepPolicy(Protocol):
+    """Decides which committed steps stay. No I/O."""
+
+    def should_keep(self, checkpoints: Sequence[CheckpointInfo]) -> list[bool]:
+        """One answer for each of `checkpoints`, which are sorted by step."""
+        ...
+
+
+class Emit(Protocol):
+    """Appends one event to the run's history; see `jaxft.events.KINDS`."""
+
+    def __call__(self, kind: str, /, **fields: Any) -> None:
+        """Writes the event `kind` with its fields."""
+        ...
+
+
+def ignore_event(kind: str, /, **fields: Any) -> None:
+    """An `Emit` that keeps nothing, for library use without a history."""
+    del kind, fields

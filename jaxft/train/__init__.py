@@ -1,0 +1,1 @@
+"""State and the traced training step."""
