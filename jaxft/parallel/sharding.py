@@ -119,13 +119,12 @@ def plan_state_placements(
                 break
         return planner.automatic(leaf)
 
-    replicated: Any = planner.placement((), "scalar")
-    return TrainState(
-        step=replicated,
-        num_skipped=replicated,
+    return state.replace(
+        step=planner.automatic(state.step),
+        num_skipped=planner.automatic(state.num_skipped),
         params=params,
         opt_state=jax.tree_util.tree_map_with_path(place, state.opt_state),
-        rng=replicated,
+        rng=planner.automatic(state.rng),
         extra=jax.tree_util.tree_map_with_path(place, state.extra),
     )
 

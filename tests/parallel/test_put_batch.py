@@ -66,9 +66,8 @@ def test_contents_and_placement(sizes, spec, shard_rows):
 def test_local_rows_of_one_process_are_all_rows():
     sharding = batch_sharding(make_mesh(MeshConfig(fsdp=2, tensor=2)))
     assert local_rows(sharding, 12) == list(range(12))
-    assert local_rows(batch_sharding(make_mesh(MeshConfig(data=1, tensor=-1))), 3) == [
-        0, 1, 2
-    ]  # fmt: skip
+    unsplit = batch_sharding(make_mesh(MeshConfig(data=1, tensor=-1)))
+    assert local_rows(unsplit, 3) == [0, 1, 2]
 
 
 def test_a_batch_rule_of_ones_own():
