@@ -30,7 +30,7 @@ _HOMES = {
     "make_train_step": "jaxft.train.step",
     "plan_shardings": "jaxft.parallel.sharding",
     "put_batch": "jaxft.parallel.sharding",
-    "run": "jaxft.loop",
+    "run": "jaxft.worker",
 }
 
 __all__ = ["__version__", *_HOMES]

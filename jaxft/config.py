@@ -30,12 +30,12 @@ class ConfigError(ValueError):
     """A setting that cannot work, named by its path in the config.
 
     Attributes:
-        path: the dotted config path, e.g. `data.global_batch`.
+        path: the dotted config path, e.g. `data.global_batch`; empty for the command.
         problem: one line: what is wrong and what to do.
     """
 
     def __init__(self, path: str, problem: str):
-        super().__init__(f"config.{path}: {problem}")
+        super().__init__(f"config.{path}: {problem}" if path else problem)
         self.path = path
         self.problem = problem
 
@@ -60,10 +60,14 @@ class Section:
 
     def __deepcopy__(self, memo: dict) -> "Section":
         values = {
-            f.name: copy.deepcopy(getattr(self, f.name), memo)
-            for f in dataclasses.fields(typing.cast(Any, self))
+            f.name: copy.deepcopy(getattr(self, f.name), memo) for f in fields(self)
         }
         return type(self)(**values)
+
+
+def fields(section: Section) -> tuple[dataclasses.Field, ...]:
+    """The declared fields of a section or config, in order."""
+    return dataclasses.fields(typing.cast(Any, section))
 
 
 class Schedule(enum.Enum):
@@ -351,7 +355,7 @@ def lock(config: Config) -> Config:
 
 
 def _children(section: Section) -> Iterator[tuple[str, Any]]:
-    for field in dataclasses.fields(typing.cast(Any, section)):
+    for field in fields(section):
         value = getattr(section, field.name)
         if isinstance(value, Section | ml_collections.ConfigDict):
             yield field.name, value
@@ -367,7 +371,7 @@ def flatten(config: Section, *, only_numbers: bool = False) -> dict[str, Any]:
         only_numbers: leave out the fields that cannot change what is computed.
     """
     flat: dict[str, Any] = {}
-    for field in dataclasses.fields(typing.cast(Any, config)):
+    for field in fields(config):
         value = getattr(config, field.name)
         if isinstance(value, Section):
             inner = flatten(value, only_numbers=only_numbers)

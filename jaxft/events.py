@@ -43,6 +43,12 @@ KINDS: dict[str, dict[str, str]] = {
     "start": {"attempt": "as in launch", "argv": "command line"},
     "facts": {"facts": "what can change numbers: versions, devices, flags, mesh"},
     "preflight_done": {},
+    "run": {
+        "num_steps": "where it ends",
+        "unit": "tokens or rows",
+        "per_step": "how many of them a step takes",
+        "num_params": "elements of the parameters",
+    },
     "phase": {"name": "init, compile, restore, train, evaluate, save, close"},
     "compile": {"secs": "wall time", "cached": "whether the cache served it"},
     "cache_unusable": {"path": "its folder", "reason": "one line"},

@@ -68,6 +68,16 @@ EXIT_CODES = {
 MAX_EVIDENCE_BYTES = 4096
 
 
+class Control(enum.IntFlag):
+    """What a process tells all others with a step; see `jaxft/loop.py`."""
+
+    NOTHING = 0
+    STOP = 1
+    SAVE = 2
+    ABORT = 4
+    ERROR = 8
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fault:
     """One detected failure.

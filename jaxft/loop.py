@@ -1,0 +1,212 @@
+"""The host half of training: what happens at every step border, in which order.
+
+World: device. Floor: above `build`, below `worker`. Read `jaxft/build.py` before and
+`jaxft/train/step.py`, the traced half, after this file.
+
+At the border after step `s`, in this order (a test guards it):
+
+1. a stop was agreed: save, leave;
+2. evaluation is due: evaluate, before the save, which stores its result;
+3. a save is due: snapshot, *before* the next batch is drawn: the stored data
+   position is that of the next batch;
+4. draw batch `batch_index(s, skipped)`, place it together with the control word;
+5. dispatch step `s + 1`; it donates the state;
+6. (the place of the watchdog's beat)
+7. read the output of step `s`, never of the one just dispatched: the device always
+   has work, and at most two programs are in flight. Control word and health first,
+   then metrics;
+8. after the last step: read its output, commit it once, wait.
+
+The control word: each process puts its bits (`jaxft.records.Control`) in with the
+batch, the step ors them, everybody reads the same word one step late. So all
+processes stop, save or fail at the same border without an extra wait.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxft.build import Parts
+from jaxft.faults.nonfinite import NonfiniteRule
+from jaxft.faults.preemption import StopRequests
+from jaxft.metrics.meters import StepMeter, steps_per_sec
+from jaxft.metrics.writers import ProgressLine
+from jaxft.records import Control, Emit, Fault, FaultError, FaultKind
+from jaxft.types import StepOutput, TrainState
+
+
+class Ending(enum.StrEnum):
+    """How the loop ended when nothing failed."""
+
+    FINISHED = "finished"
+    STOPPED = "stopped"
+
+
+class Loop:
+    """One pass of training over the parts of a run.
+
+    Args:
+        parts: from `jaxft.build.build`.
+        step_fn: the compiled train step.
+        stops: requests to stop.
+        emit: the run's history.
+        progress: the live line.
+        restored: label of the step the state came from, -1 for a fresh start.
+        evaluated: the step whose evaluation is already known, -1 for none.
+
+    Attributes:
+        step: finished step attempts, for whoever reports a failure.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        step_fn: Callable[..., tuple[TrainState, StepOutput]],
+        *,
+        stops: StopRequests,
+        emit: Emit,
+        progress: ProgressLine,
+        restored: int = -1,
+        evaluated: int = -1,
+    ):
+        self.step = max(restored, 0)
+        self._parts = parts
+        self._step_fn = step_fn
+        self._stops = stops
+        self._emit = emit
+        self._progress = progress
+        self._evaluated = evaluated
+        self._evaluation: dict[str, float] = {}
+        self._meter = StepMeter(min_secs=parts.config.log.event_secs)
+        self._rule = NonfiniteRule(max_in_a_row=parts.config.train.max_nonfinite)
+
+    def run(self, state: TrainState) -> tuple[TrainState, Ending]:
+        """Trains to `train.num_steps` or until a stop is agreed.
+
+        Raises:
+            FaultError: the run cannot go on.
+        """
+        parts, pending = self._parts, None
+        num_steps = parts.config.train.num_steps
+        control = Control.NOTHING
+        self._emit("phase", name="train")
+        while True:
+            if control & Control.STOP or self._stops.urgent:
+                return self._leave(state, pending)
+            if self._should_evaluate():
+                self._evaluate(state)
+            if self.step >= num_steps:
+                break
+            if control & Control.SAVE or parts.manager.should_save(self.step):
+                self._save(state)
+            batch = next(parts.iterator)
+            placed, word = parts.place(batch, control=self._own_bits())
+            state, output = self._step_fn(state, placed, word)
+            self.step += 1
+            control = self._read(pending, self.step - 1)
+            pending = output
+        self._read(pending, self.step)
+        self._flush()
+        if parts.manager.latest() != self.step:
+            self._save(state, force=True)
+        parts.manager.wait()
+        return state, Ending.FINISHED
+
+    def _own_bits(self) -> Control:
+        """What this process has to tell with the next step."""
+        bits = Control.NOTHING
+        if self._stops.poll() is not None:
+            bits |= Control.STOP
+        if self._parts.manager.error() is not None:
+            bits |= Control.ERROR
+        return bits
+
+    def _read(self, output: StepOutput | None, step: int) -> Control:
+        """Reads the output of finished step `step`; the agreed control word."""
+        if output is None:
+            return Control.NOTHING
+        read = jax.device_get(output)
+        control = Control(int(read.control))
+        if control & Control.ERROR:
+            error = self._parts.manager.error()
+            elsewhere = Fault(
+                kind=FaultKind.SAVE_FAILED,
+                step=step,
+                evidence="a save failed on another process",
+            )
+            raise error or FaultError(elsewhere)
+        metrics = {name: float(value) for name, value in read.metrics.items()}
+        finite = bool(read.finite)
+        data_secs = self._parts.iterator.take_wait_secs()
+        self._meter.observe(step, metrics, finite=finite, data_secs=data_secs)
+        self._report(self._meter.take())
+        self._rule.observe(step, finite=finite)
+        return control
+
+    def _report(self, record: dict[str, Any] | None) -> None:
+        if record is None:
+            return
+        self._emit("step", **record)
+        self._progress.update(
+            record["step"],
+            loss=record["metrics"]["loss"],
+            rate=steps_per_sec(record) * self._parts.items[1],
+            checkpoint=self._parts.manager.last_committed,
+        )
+
+    def _flush(self) -> None:
+        self._report(self._meter.take(force=True))
+
+    def _should_evaluate(self) -> bool:
+        every = self._parts.config.eval.every_steps
+        if every == 0 or self.step == self._evaluated:
+            return False
+        return self.step % every == 0 or self.step >= self._parts.config.train.num_steps
+
+    def _evaluate(self, state: TrainState) -> None:
+        self._emit("phase", name="evaluate")
+        started = time.monotonic()
+        totals: dict[str, list[float]] = {}
+        for batch in self._parts.heldout:
+            placed, _ = self._parts.place(batch)
+            sums = jax.device_get(self._parts.eval_step(state, placed))
+            for name, (total, weight) in sums.items():
+                pair = totals.setdefault(name, [0.0, 0.0])
+                pair[0] += float(total)
+                pair[1] += float(weight)
+        self._evaluated = self.step
+        self._evaluation = {n: t / w if w else 0.0 for n, (t, w) in totals.items()}
+        secs = time.monotonic() - started
+        self._emit("evaluation", step=self.step, metrics=self._evaluation, secs=secs)
+        shown = "  ".join(f"{n} {v:.4f}" for n, v in self._evaluation.items())
+        self._progress.note(f"step {self.step}: held-out {shown}")
+        self._emit("phase", name="train")
+
+    def _save(self, state: TrainState, *, force: bool = False) -> bool:
+        metrics = self._evaluation if self._evaluated == self.step else None
+        return self._parts.manager.save(
+            self.step,
+            state,
+            data=self._parts.iterator.get_state(),
+            run={"facts": self._parts.facts},
+            metrics=metrics,
+            force=force,
+        )
+
+    def _leave(
+        self, state: TrainState, pending: StepOutput | None
+    ) -> tuple[TrainState, Ending]:
+        """Commits this border within the grace time, or leaves on the last step."""
+        self._read(pending, self.step)
+        self._flush()
+        manager = self._parts.manager
+        if not self._stops.urgent and manager.latest() != self.step:
+            self._emit("phase", name="save")
+            self._save(state, force=True)
+            manager.wait(timeout_secs=self._stops.deadline_secs())
+        return state, Ending.STOPPED

@@ -1,0 +1,256 @@
+"""One worker's life: build, preflight, restore or begin, compile, train, close.
+
+World: device. Floor: above `loop`, below `main`. `run` is the same life inside a
+notebook. Read `jaxft/loop.py` next.
+
+Until the preflight is over nothing but the lock is written: a run that cannot work
+leaves the workdir as it found it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jaxft import config as configs
+from jaxft.build import Parts, build
+from jaxft.config import Config, ConfigError, ResumeMode
+from jaxft.events import EventLog, read_events
+from jaxft.faults.exceptions import fault_of
+from jaxft.faults.preemption import StopRequests
+from jaxft.loop import Ending, Loop
+from jaxft.metrics.report import closing_summary
+from jaxft.metrics.writers import ProgressLine
+from jaxft.parallel.compile_cache import CompileCache
+from jaxft.records import Fault, FaultError, FaultKind
+from jaxft.recovery.resume import check_resume
+from jaxft.recovery.workdir import WorkdirLock
+from jaxft.types import TrainState
+
+
+def run(config: Config, *, workdir: str | os.PathLike[str]) -> TrainState:
+    """Trains in this process, as in a notebook, and returns the last state.
+
+    The same call goes on where an earlier one stopped. An interrupt (the notebook's
+    stop button) saves and returns the state of that moment.
+
+    Args:
+        config: the run; it is resolved and locked here.
+        workdir: where checkpoints and events go.
+
+    Raises:
+        ConfigError: something cannot work; nothing was written.
+        FaultError: the workdir is in use, or the run could not go on.
+    """
+    configs.lock(configs.resolve(config))
+    with WorkdirLock.acquire(workdir) as lock:
+        log = EventLog(lock.workdir / "events", role="notebook")
+        with StopRequests(config.preemption, emit=log) as stops:
+            worker = Worker(config, workdir=lock.workdir, log=log, stops=stops)
+            try:
+                state, ending = worker.live()
+            finally:
+                if not worker.entered:
+                    lock.release(undo=True)
+        events = read_events(lock.workdir / "events")
+        events = [event for event in events if event["time"] >= worker.started]
+        summary = closing_summary(events, workdir=lock.workdir, reason=ending)
+        sys.stdout.write(summary + "\n")
+    return state
+
+
+class Worker:
+    """Brings the parts of a run to life once.
+
+    Args:
+        config: resolved and locked.
+        workdir: absolute; locked by the caller.
+        log: the run's history; opened here when the preflight is over.
+        stops: requests to stop.
+        attempt: workers that this command started before.
+        cache: `keep`, `off` or `fresh`: what to do with the compile cache.
+
+    Attributes:
+        entered: whether the preflight is over and the workdir was written to.
+        started: when this life began, in seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        workdir: pathlib.Path,
+        log: EventLog,
+        stops: StopRequests,
+        attempt: int = 0,
+        cache: str = "keep",
+    ):
+        self.entered = False
+        self.started = time.time()
+        self._config = config
+        self._workdir = workdir
+        self._log = log
+        self._stops = stops
+        self._attempt = attempt
+        self._cache = CompileCache(workdir / "compile_cache", mode=cache, emit=log)
+        self._loop: Loop | None = None
+
+    def live(self) -> tuple[TrainState, Ending]:
+        """Runs to the end, a stop or a failure.
+
+        Raises:
+            ConfigError: before the preflight was over, or a resume that is refused.
+            FaultError: anything else; the `fault` event says the same.
+        """
+        self._log("start", attempt=self._attempt, argv=sys.argv)
+        parts = None
+        try:
+            parts = build(self._config, workdir=self._workdir, emit=self._log)
+            self._preflight(parts)
+            self._enter(parts)
+            state, ending = self._train(parts)
+            parts.manager.close()
+        except Exception as error:
+            step = self._loop.step if self._loop else -1
+            fault = fault_of(error, step=step)
+            self._finish_save(parts)
+            self._log(
+                "fault",
+                fault=fault.kind,
+                step=fault.step,
+                process=fault.process,
+                evidence=fault.evidence,
+                exit_code=int(fault.exit_code),
+            )
+            if isinstance(error, ConfigError):
+                raise
+            raise FaultError(fault) from error
+        finally:
+            if parts is not None:
+                parts.iterator.close()
+        assert self._loop is not None
+        self._log("end", step=self._loop.step, reason=ending)
+        self._log.close()
+        return state, ending
+
+    def _preflight(self, parts: Parts) -> None:
+        """Refuses what cannot be resumed, from what is on disk."""
+        mode, newest = self._config.resume.mode, parts.manager.latest()
+        if mode is ResumeMode.NEVER and newest is not None:
+            raise ConfigError(
+                "resume.mode",
+                f"never, but {parts.manager.root} holds step {newest}: "
+                "choose another workdir",
+            )
+        if mode is ResumeMode.REQUIRED and newest is None:
+            raise FaultError(
+                Fault(
+                    kind=FaultKind.NO_CHECKPOINT,
+                    evidence="config.resume.mode: required, but "
+                    f"{parts.manager.root} holds no checkpoint",
+                )
+            )
+        record = parts.manager.read_run() if newest is not None else None
+        if record is not None:
+            self._compare(parts, record)
+
+    def _compare(self, parts: Parts, record: dict[str, Any]) -> dict[str, Any]:
+        saved = record.get("facts", {})
+        return check_resume(saved, parts.facts, allow=self._config.resume.allow)
+
+    def _enter(self, parts: Parts) -> None:
+        """The preflight is over: from here on the workdir is ours to write."""
+        unit, per_step = parts.items
+        self._log("facts", facts=parts.facts)
+        self._log(
+            "run",
+            num_steps=self._config.train.num_steps,
+            unit=unit,
+            per_step=per_step,
+            num_params=parts.num_params(),
+        )
+        self._log("preflight_done")
+        self.entered = True
+        self._log.open()
+        _write_config(self._workdir / "config.json", self._config)
+
+    def _train(self, parts: Parts) -> tuple[TrainState, Ending]:
+        self._cache.enable(device=parts.mesh.devices.flat[0])
+        progress = ProgressLine(
+            num_steps=self._config.train.num_steps,
+            unit=parts.items[0],
+            restarts=self._attempt,
+            mode=self._config.log.progress,
+        )
+        try:
+            with self._stops.may_leave():
+                state, restored, evaluated = self._first_state(parts, progress)
+                step_fn = self._compile(parts, state)
+            self._loop = Loop(
+                parts,
+                step_fn,
+                stops=self._stops,
+                emit=self._log,
+                progress=progress,
+                restored=restored,
+                evaluated=evaluated,
+            )
+            return self._loop.run(state)
+        finally:
+            progress.close()
+
+    def _first_state(
+        self, parts: Parts, progress: ProgressLine
+    ) -> tuple[TrainState, int, int]:
+        """The newest good state, or that of step 0; its label; where it was evaluated."""
+        self._log("phase", name="restore")
+        restored = parts.manager.restore(parts.target)
+        if restored is None:
+            self._log("phase", name="init")
+            self._log("fresh_start", reason="no checkpoint in the workdir")
+            return parts.init_state(), -1, -1
+        changes = self._compare(parts, restored.run)
+        if changes:
+            self._log("resume_changed", changes=changes)
+            progress.note(f"resuming with other settings: {', '.join(changes)}")
+        parts.iterator.set_state(restored.data)
+        progress.note(f"resuming at step {restored.step} from {restored.path}")
+        evaluated = restored.step if restored.metrics else -1
+        return restored.state, restored.step, evaluated
+
+    def _compile(self, parts: Parts, state: TrainState) -> Callable[..., Any]:
+        self._log("phase", name="compile")
+        started, hits = time.monotonic(), self._cache.num_hits
+        batch, word = parts.place(parts.example)
+        step_fn = parts.train_step.lower(state, batch, word).compile()
+        self._log(
+            "compile",
+            secs=time.monotonic() - started,
+            cached=self._cache.num_hits > hits,
+        )
+        return step_fn
+
+    def _finish_save(self, parts: Parts | None) -> None:
+        """Lets a save in flight end well although the run does not."""
+        if parts is None or parts.manager.error() is not None:
+            return
+        try:
+            parts.manager.wait(timeout_secs=self._config.checkpoint.timeout_secs)
+        except FaultError as error:
+            self._log("save_failed", step=error.fault.step, reason=str(error))
+
+
+def _write_config(path: pathlib.Path, config: Config) -> None:
+    """Replaces the file by an atomic rename: a reader never sees half of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w") as file:
+        json.dump(configs.flatten(config), file, indent=1, default=str)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

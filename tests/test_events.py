@@ -1,0 +1,84 @@
+"""The history: append, tear, read."""
+
+import json
+import os
+import pathlib
+
+import pytest
+
+from jaxft.events import KINDS, EventLog, parse_line, read_events
+
+
+def test_nothing_is_written_before_open(tmp_path: pathlib.Path) -> None:
+    seen: list[str] = []
+    log = EventLog(tmp_path / "events", role="work", tee=seen.append)
+    log("phase", name="init")
+    assert not (tmp_path / "events").exists()
+    assert len(seen) == 1
+    log.open()
+    log("phase", name="train")
+    assert [e["name"] for e in read_events(tmp_path / "events")] == ["init", "train"]
+
+
+def test_events_say_who_and_when(tmp_path: pathlib.Path) -> None:
+    log = EventLog(tmp_path, role="work", clock=lambda: 12.5)
+    log.open()
+    log("end", step=3, reason="finished")
+    (event,) = read_events(tmp_path)
+    assert event["time"] == 12.5
+    assert event["pid"] == os.getpid()
+    assert (event["role"], event["step"]) == ("work", 3)
+    assert json.loads(log.path.read_text()) == event
+
+
+def test_unknown_kinds_and_missing_fields_are_refused(tmp_path: pathlib.Path) -> None:
+    log = EventLog(tmp_path, role="work")
+    with pytest.raises(ValueError, match="unknown event kind"):
+        log("bang")
+    with pytest.raises(ValueError, match="lacks"):
+        log("end", step=1)
+
+
+def test_kinds_describe_their_fields() -> None:
+    for kind, fields in KINDS.items():
+        assert kind.isidentifier()
+        assert all(name.isidentifier() for name in fields)
+
+
+def test_torn_and_foreign_lines_are_skipped(tmp_path: pathlib.Path) -> None:
+    log = EventLog(tmp_path, role="work")
+    log.open()
+    for step in range(3):
+        log("end", step=step, reason="finished")
+    whole = log.path.read_bytes()
+    for cut in range(len(whole)):
+        log.path.write_bytes(whole[:cut])
+        steps = [event["step"] for event in read_events(tmp_path)]
+        num_whole = whole[:cut].count(b"\n")
+        # The last line may be whole but for its line end.
+        assert steps[:num_whole] == list(range(num_whole))
+        assert len(steps) <= num_whole + 1
+    (tmp_path / "other.jsonl").write_bytes(b'\xff\xfe\n[1]\n"x"\n{"kind": 3}\n\n')
+    assert read_events(tmp_path)
+
+
+def test_parse_line_accepts_only_events() -> None:
+    assert parse_line('{"kind": "end", "time": 1}') == {"kind": "end", "time": 1}
+    assert parse_line('{"kind": "end", "ti') is None
+    assert parse_line("null") is None
+
+
+def test_a_full_disk_does_not_raise(tmp_path: pathlib.Path) -> None:
+    blocker = tmp_path / "file"
+    blocker.write_text("not a folder")
+    seen: list[str] = []
+    log = EventLog(blocker / "events", role="work", tee=seen.append)
+    log.open()
+    log("phase", name="init")
+    log("phase", name="train")
+    assert isinstance(log.error, OSError)
+    assert len(seen) == 2
+
+
+def test_missing_folder_is_an_empty_history(tmp_path: pathlib.Path) -> None:
+    assert read_events(tmp_path / "none") == []
