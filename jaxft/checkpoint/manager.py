@@ -1,0 +1,474 @@
+"""The checkpoint manager: save in the background, find again, keep what is needed.
+
+World: device. Floor: the highest of `checkpoint`. Read `jaxft/checkpoint/layout.py`
+and `jaxft/checkpoint/restore.py` before and `jaxft/loop.py` after.
+
+    with CheckpointManager("run/checkpoints", save="steps(100)") as checkpoints:
+        restored = checkpoints.restore(state)
+        start, state = (restored.step, restored.state) if restored else (0, state)
+        for step in range(start, num_steps):
+            state = train_step(state, batch(step))
+            checkpoints.maybe_save(step + 1, state)
+        checkpoints.save(num_steps, state, force=True)
+
+The label of a save is the number of finished steps. At most one save is in flight; a
+periodic one that comes due meanwhile is skipped and counted. A failed save is never
+silent: `error()` tells a caller who polls, the next save raises it to one who does
+not, `wait` and `close` raise it until a later save has committed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxft import config, records
+from jaxft.checkpoint import layout, leaves, orbax_io, policies
+from jaxft.checkpoint.restore import Restored, restore_newest
+
+PyTree = Any
+
+
+class CheckpointManager:
+    """Saves, finds and deletes the steps below one root.
+
+    Args:
+        root: a local folder, made by the first save; relative to the working
+            directory of now, `~` is expanded.
+        save: when `maybe_save` saves, e.g. `steps(100) | secs(600)`.
+        keep: what stays, e.g. `last(3) | every(1000)`; the newest always does.
+        timeout_secs: deadline of one save, and of waiting for one.
+        emit: told of starts, commits, skips, failures, deletions.
+        clock: seconds since the epoch.
+
+    Attributes:
+        root: the absolute root.
+        num_skipped: periodic saves that came due while one was in flight.
+
+    Raises:
+        ConfigError: a policy, the root or the deadline cannot be used.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        save: str = "steps(100)",
+        keep: str = "last(3)",
+        timeout_secs: float = 600.0,
+        emit: records.Emit = records.ignore_event,
+        clock: Callable[[], float] = time.time,
+    ):
+        try:
+            self.root = layout.absolute_root(root)
+        except ValueError as error:
+            raise config.ConfigError("checkpoint", str(error)) from error
+        if not timeout_secs > 0:
+            raise config.ConfigError(
+                "checkpoint.timeout_secs", f"must be positive, is {timeout_secs}"
+            )
+        self.num_skipped = 0
+        self._save_policy = policies.parse_save(save)
+        self._keep_policy = policies.parse_keep(keep)
+        self._timeout_secs = timeout_secs
+        self._emit = emit
+        self._clock = clock
+        self._last_step = -1
+        self._last_secs = clock()
+        self._answered_step = -1
+        # What the threads share.
+        self._lock = threading.Lock()
+        self._retention_lock = threading.Lock()
+        self._flight: _Flight | None = None
+        self._threads: list[threading.Thread] = []
+        self._failure: records.Fault | None = None
+        self._failure_is_news = False
+        self._last_committed: int | None = None
+
+    # --- saving ---------------------------------------------------------------
+
+    def should_save(self, step: int) -> bool:
+        """Whether a periodic save is due at this border; once a step at most."""
+        if step in (self._answered_step, self._last_step):
+            return False
+        question = records.SaveQuestion(
+            step=step,
+            now_secs=self._clock(),
+            last_step=self._last_step,
+            last_secs=self._last_secs,
+        )
+        if not self._save_policy.should_save(question):
+            return False
+        self._answered_step = step
+        return True
+
+    def maybe_save(self, step: int, state: PyTree, **content: Any) -> bool:
+        """Saves when the policy says so; see `save`. Whether a save began."""
+        self._raise_news()
+        return self.should_save(step) and self.save(step, state, **content)
+
+    def save(
+        self,
+        step: int,
+        state: PyTree,
+        *,
+        data: Mapping[str, Any] | None = None,
+        run: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        force: bool = False,
+    ) -> bool:
+        """Begins to save; returns as soon as `state` may change or be donated.
+
+        Args:
+            step: finished steps; must equal the state's own `step` if it has one.
+            state: any tree of arrays, numbers and text; see
+                `jaxft.checkpoint.leaves`.
+            data: the data position, JSON.
+            run: anything else to get back, JSON.
+            metrics: evaluation results, name -> number.
+            force: wait for a save in flight instead of skipping this one, and do not
+                raise an earlier failure first.
+
+        Returns:
+            False when the step is committed already, is in flight, or was skipped
+            because another one is in flight.
+
+        Raises:
+            FaultError: kind SAVE_FAILED: an earlier save failed (told once), the one
+                in flight missed its deadline, or this one could not begin.
+            LeafError: a leaf cannot be stored; nothing was written.
+            ValueError: the label is not the state's step, or a newer step exists.
+        """
+        if not force:
+            self._raise_news()
+        self._check_label(step, state)
+        if (flying := self.in_flight) is not None:
+            if not force:
+                if flying != step:
+                    self.num_skipped += 1
+                    reason = f"step {flying} is still being saved"
+                    self._emit("save_skipped", step=step, reason=reason)
+                return False
+            self._wait_for_flight(self._timeout_secs)
+        if not self._is_new(step):
+            return False
+        stored, types = leaves.encode(state)
+        now = self._clock()
+        record = layout.make_record(
+            step, time_secs=now, state=types, data=data, run=run, metrics=metrics
+        )
+        self._begin(step, stored, record=record)
+        self._last_step, self._last_secs = step, now
+        return True
+
+    def _check_label(self, step: int, state: PyTree) -> None:
+        if type(step) is not int or step < 0:
+            raise ValueError(f"the label of a save is a number of steps, not {step!r}")
+        own = state.get("step") if isinstance(state, dict) else None
+        own = getattr(state, "step", own)
+        if isinstance(own, jax.Array):
+            is_label = own.ndim == 0 and jax.numpy.issubdtype(own.dtype, np.integer)
+            if not is_label or own.is_deleted() or not own.is_fully_replicated:
+                return
+        elif type(own) is not int and not isinstance(own, np.integer):
+            return
+        if int(own) != step:
+            raise ValueError(f"save({step}) of a state whose step is {int(own)}")
+
+    def _is_new(self, step: int) -> bool:
+        """Whether the step is to be written; makes room for it."""
+        found = layout.discover(self.root)
+        if step in found.steps:
+            return False
+        if found.steps and found.steps[-1] > step:
+            raise ValueError(
+                f"cannot save step {step} into {self.root}: step {found.steps[-1]} is "
+                "newer and would be resumed from; restore it, or use another folder"
+            )
+        path = layout.step_path(self.root, step)
+        if os.path.lexists(path):
+            aside = layout.quarantine(path)
+            reason = "not a checkpoint, and in the way of one"
+            self._emit("quarantine", step=step, path=aside, reason=reason)
+        return True
+
+    def _begin(self, step: int, stored: PyTree, *, record: dict[str, Any]) -> None:
+        start = time.monotonic()
+        try:
+            layout.make_root(self.root)
+            write = orbax_io.write_async(
+                layout.step_path(self.root, step),
+                stored,
+                record=record,
+                timeout_secs=self._timeout_secs,
+            )
+        except (OSError, ValueError) as error:
+            fault = self._fail(step, error)
+            self._failure_is_news = False
+            raise records.FaultError(fault) from error
+        flight = _Flight(step, write)
+        thread = threading.Thread(
+            target=self._follow, args=(flight,), name="jaxft-commit", daemon=True
+        )
+        with self._lock:
+            self._flight = flight
+            self._threads = [*(t for t in self._threads if t.is_alive()), thread]
+        self._emit("save_start", step=step, blocking_secs=time.monotonic() - start)
+        thread.start()
+
+    # --- in the background ----------------------------------------------------
+
+    def _follow(self, flight: _Flight) -> None:
+        """Waits for one save, tells how it ended, and cleans up behind it."""
+        flight.write.wait()
+        error = flight.write.error()
+        if error is not None:
+            self._clean_failed(flight.write.path)
+            with self._lock:
+                was_current = self._flight is flight
+            if was_current:
+                self._fail(flight.step, error)
+        else:
+            self._emit(
+                "save_commit",
+                step=flight.step,
+                secs=flight.write.age_secs,
+                num_bytes=layout.count_bytes(flight.write.path),
+            )
+        with self._lock:
+            if error is None:
+                self._failure, self._failure_is_news = None, False
+                self._last_committed = flight.step
+            if self._flight is flight:
+                self._flight = None
+        flight.over.set()
+        if error is None and jax.process_index() == 0:
+            self._retain(flight.step)
+
+    def _fail(self, step: int, error: BaseException) -> records.Fault:
+        """Keeps and tells a failed save."""
+        path = layout.step_path(self.root, step)
+        reason = f"{_cause(error)}: {orbax_io.first_line(error)}"
+        fault = records.Fault(
+            kind=records.FaultKind.SAVE_FAILED,
+            step=step,
+            process=jax.process_index(),
+            evidence=f"save of step {step} to {path} failed: {reason}",
+        )
+        with self._lock:
+            self._failure, self._failure_is_news = fault, True
+        self._emit("save_failed", step=step, reason=reason)
+        return fault
+
+    def _clean_failed(self, path: str) -> None:
+        """Gives back the space of a failed save."""
+        try:
+            orbax_io.remove_unfinished(path)
+        except OSError as error:
+            self._emit("delete_failed", path=path, reason=str(error))
+
+    def _retain(self, committed: int) -> None:
+        """Deletes what the policy does not keep, as the disk is now."""
+        with self._retention_lock:
+            try:
+                found = layout.discover(self.root)
+            except OSError as error:
+                self._emit("delete_failed", path=self.root, reason=str(error))
+                return
+            for info in policies.plan_deletions(
+                found.committed, keep=self._keep_policy
+            ):
+                self._delete(info.step, info.path)
+            for path, step in found.unfinished:
+                if step <= committed and step != self.in_flight:
+                    self._delete(step, path)
+
+    def _delete(self, step: int, path: str) -> None:
+        try:
+            if layout.TMP_MARK not in os.path.basename(path):
+                # Half a deletion must not look like a step.
+                doomed = f"{path}{layout.TMP_MARK}-deleted"
+                orbax_io.remove(doomed)
+                os.rename(path, doomed)
+                path = doomed
+            orbax_io.remove(path)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self._emit("delete_failed", path=path, reason=str(error))
+            return
+        self._emit("deleted", step=step, path=path)
+
+    # --- what is there --------------------------------------------------------
+
+    def restore(self, target: PyTree, *, step: int | None = None) -> Restored | None:
+        """The newest readable step, or exactly `step`; see `restore_newest`.
+
+        Waits for a save in flight first.
+        """
+        self._wait_for_flight(self._timeout_secs)
+        restored = restore_newest(self.root, target, step=step, emit=self._emit)
+        if restored is not None:
+            self._last_step, self._last_secs = restored.step, self._clock()
+        return restored
+
+    def steps(self) -> list[int]:
+        """Committed steps on disk, ascending."""
+        return layout.discover(self.root).steps
+
+    def latest(self) -> int | None:
+        """The newest committed step on disk."""
+        return max(self.steps(), default=None)
+
+    @property
+    def last_committed(self) -> int | None:
+        """The newest step that this manager has committed."""
+        with self._lock:
+            return self._last_committed
+
+    @property
+    def in_flight(self) -> int | None:
+        """The step that is being saved."""
+        with self._lock:
+            return None if self._flight is None else self._flight.step
+
+    # --- failures and the end -------------------------------------------------
+
+    def error(self) -> records.FaultError | None:
+        """The failed save that no later one has made good; does not block.
+
+        Who asks has been told: `save` does not raise this failure any more.
+        """
+        with self._lock:
+            flight = self._flight
+        if flight is not None and flight.write.age_secs > self._timeout_secs:
+            self._give_up(flight)
+        with self._lock:
+            self._failure_is_news = False
+            return None if self._failure is None else records.FaultError(self._failure)
+
+    def _raise_news(self) -> None:
+        with self._lock:
+            is_news = self._failure_is_news
+        if is_news and (error := self.error()) is not None:
+            raise error
+
+    def _give_up(self, flight: _Flight) -> None:
+        """Stops to count on a save that missed its deadline."""
+        with self._lock:
+            if self._flight is not flight:
+                return
+            self._flight = None
+        text = f"not over after {flight.write.age_secs:.1f} s"
+        self._fail(flight.step, TimeoutError(text))
+
+    def _wait_for_flight(self, timeout_secs: float) -> None:
+        with self._lock:
+            flight = self._flight
+        if flight is None or flight.over.wait(timeout_secs):
+            return
+        if flight.write.age_secs > self._timeout_secs:
+            self._give_up(flight)
+        text = (
+            f"save of step {flight.step} to {flight.write.path} is not over after "
+            f"{flight.write.age_secs:.1f} s"
+        )
+        raise records.FaultError(
+            records.Fault(
+                kind=records.FaultKind.SAVE_FAILED,
+                step=flight.step,
+                process=jax.process_index(),
+                evidence=text,
+            )
+        )
+
+    def wait(self, timeout_secs: float | None = None) -> None:
+        """Waits until nothing goes on in the background.
+
+        Args:
+            timeout_secs: at most so long; None is the manager's `timeout_secs`.
+
+        Raises:
+            FaultError: kind SAVE_FAILED: a save failed that no later one made good,
+                or is not over in time.
+        """
+        timeout_secs = self._timeout_secs if timeout_secs is None else timeout_secs
+        deadline = time.monotonic() + timeout_secs
+        self._wait_for_flight(timeout_secs)
+        with self._lock:
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if (error := self.error()) is not None:
+            raise error
+
+    def close(self) -> None:
+        """Waits and raises like `wait`; call it at the end of the run."""
+        self.wait()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except records.FaultError as failure:
+            if error is None:
+                raise
+            error.add_note(str(failure))
+
+
+class _Flight:
+    """A save between its snapshot and its end.
+
+    Attributes:
+        step: its label.
+        write: the write itself.
+        over: set when the manager knows how it ended.
+    """
+
+    def __init__(self, step: int, write: orbax_io.Write):
+        self.step = step
+        self.write = write
+        self.over = threading.Event()
+
+
+_CAUSES = {
+    errno.ENOSPC: "disk full",
+    errno.EDQUOT: "quota exceeded",
+    errno.EACCES: "no permission",
+    errno.EPERM: "no permission",
+    errno.EROFS: "read-only file system",
+    errno.EIO: "I/O error",
+}
+
+
+def _cause(error: BaseException) -> str:
+    """The kind of a failure, in two words; also out of the text of C++ errors."""
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    for link in chain:
+        if isinstance(link, TimeoutError):
+            return "time-out"
+        if isinstance(link, OSError) and link.errno in _CAUSES:
+            return _CAUSES[link.errno]
+        for number, name in _CAUSES.items():
+            if os.strerror(number) in str(link):
+                return name
+    return type(error).__name__

@@ -1,0 +1,348 @@
+"""Reads and writes one step folder through Orbax: the only door to it.
+
+World: device. Floor: above `leaves`, below `restore`. Read
+`jaxft/checkpoint/leaves.py` before and `jaxft/checkpoint/restore.py` after.
+
+A step is written by Orbax's own async machinery in its own layout, so that
+`ocp.CheckpointManager(root).restore(step)` of an untouched Orbax reads it. Ours is
+the commit: every file is made read-only and durable, then one rename makes the step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import pathlib
+import shutil
+import stat
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from jaxft import records
+from jaxft.checkpoint import layout, leaves
+
+PyTree = Any
+
+_SEALED = f"{layout.TMP_MARK}-sealed"
+# At most so much is held at once while a step is read only to see whether it can be.
+_PROBE_BYTES = 2**28
+
+
+class _DurablePath(ocp.path.atomicity.AtomicRenameTemporaryPath):
+    """Orbax's temporary folder, with a commit that survives a power cut.
+
+    Orbax moves the finished folder to a name that still says unfinished; there it
+    becomes durable and read-only, and the rename to the step's name is the commit.
+    """
+
+    def __init__(
+        self, temporary_path: epath.Path | None, final_path: epath.Path, **options: Any
+    ):
+        self._step_path = final_path
+        super().__init__(
+            temporary_path, final_path.parent / f"{final_path.name}{_SEALED}", **options
+        )
+
+    def get_final(self) -> epath.Path:
+        """The step's folder."""
+        return self._step_path
+
+    async def create(self) -> epath.Path:
+        """Makes the temporary folder; leftovers of the same step go first."""
+        await asyncio.to_thread(remove_unfinished, os.fspath(self._step_path))
+        return await super().create()
+
+    async def finalize(self) -> None:
+        """Commits."""
+        await super().finalize()
+        await asyncio.to_thread(_commit, self._final_path, self._step_path)
+
+
+def _commit(sealed: epath.Path, step_path: epath.Path) -> None:
+    """Everything durable and read-only, then the name, then the name durable."""
+    for folder, _, files in os.walk(sealed, topdown=False):
+        for file in files:
+            fd = os.open(os.path.join(folder, file), os.O_RDONLY)
+            try:
+                mode = stat.S_IMODE(os.fstat(fd).st_mode)
+                os.fchmod(fd, mode & ~(stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH))
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        layout.sync_folder(folder)
+    if os.path.lexists(step_path):
+        raise FileExistsError(errno.EEXIST, "a step of this name is there", step_path)
+    os.rename(sealed, step_path)
+    layout.sync_folder(os.path.dirname(step_path))
+
+
+def remove_unfinished(step_path: str) -> None:
+    """Deletes what an interrupted save of this step left."""
+    root, name = os.path.split(step_path)
+    for found in layout.discover(root).unfinished:
+        if os.path.basename(found[0]).startswith(f"{name}{layout.TMP_MARK}"):
+            remove(found[0])
+
+
+def remove(path: str) -> None:
+    """Deletes a file or folder; one that has vanished is fine."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        try:
+            shutil.rmtree(path)
+        except FileNotFoundError:
+            if os.path.isdir(path):
+                raise
+    else:
+        pathlib.Path(path).unlink(missing_ok=True)
+
+
+class Write:
+    """One save in the background.
+
+    Attributes:
+        path: the step's folder.
+    """
+
+    def __init__(self, path: str, checkpointer: ocp.AsyncCheckpointer):
+        self.path = path
+        self._checkpointer = checkpointer
+        self._error: BaseException | None = None
+        self._over = threading.Event()
+        self._start = time.monotonic()
+        # A daemon: storage that never answers must not keep the process alive.
+        threading.Thread(target=self._watch, name="jaxft-save", daemon=True).start()
+
+    def _watch(self) -> None:
+        try:
+            self._checkpointer.wait_until_finished()
+            self._checkpointer.close()
+        except BaseException as error:
+            self._error = error
+        self._over.set()
+
+    @property
+    def age_secs(self) -> float:
+        """Time since the snapshot was taken."""
+        return time.monotonic() - self._start
+
+    def done(self) -> bool:
+        """Whether it is over, well or not."""
+        return self._over.is_set()
+
+    def error(self) -> BaseException | None:
+        """Why it failed, once it is over."""
+        return self._error
+
+    def wait(self, timeout_secs: float | None = None) -> bool:
+        """Waits until it is over; False when time ran out first."""
+        return self._over.wait(timeout_secs)
+
+
+def write_async(
+    path: str, stored: PyTree, *, record: Mapping[str, Any], timeout_secs: float
+) -> Write:
+    """Starts to write a step; returns when the state may change or be donated.
+
+    Args:
+        path: the step's folder, absolute, not there yet.
+        stored: what `leaves.encode` gave. NumPy arrays are copied before this
+            returns; JAX arrays are copied to the host, or held where they are there
+            already: a donated buffer that is held is not written to.
+        record: the run record.
+        timeout_secs: Orbax's deadline for the whole save, rounded up.
+    """
+    checkpointer = ocp.AsyncCheckpointer(
+        ocp.CompositeCheckpointHandler(
+            state=_state_handler(),
+            run=ocp.JsonCheckpointHandler(filename=layout.RECORD_FILE),
+        ),
+        async_options=ocp.options.AsyncOptions(
+            timeout_secs=max(1, int(-(-timeout_secs // 1)))
+        ),
+        temporary_path_class=_DurablePath,
+    )
+    checkpointer.save(
+        path,
+        # The keywords are layout.STATE_ITEM and layout.RUN_ITEM.
+        args=ocp.args.Composite(
+            state=ocp.args.PyTreeSave(stored), run=ocp.args.JsonSave(dict(record))
+        ),
+    )
+    return Write(path, checkpointer)
+
+
+def _state_handler() -> ocp.PyTreeCheckpointHandler:
+    return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True)
+
+
+def read_state(path: str, target: PyTree, *, record: Mapping[str, Any]) -> PyTree:
+    """Reads the state of a step into the structure and placement of `target`.
+
+    Args:
+        path: the step's folder.
+        target: see `leaves.match`.
+        record: the step's run record.
+
+    Raises:
+        TargetMismatchError: the target is another tree.
+        RecordError: the run record is damaged.
+        Exception: whatever Orbax and TensorStore raise about damaged files; `probe`
+            tells those from failures that are not the checkpoint's.
+    """
+    requests = leaves.match(target, layout.leaf_specs(record), path=path)
+    values = _restore(path, record, requests)
+    treedef = jax.tree.structure(target)
+    # One leaf after the other, so that at most one is there twice.
+    result = [
+        leaves.decode(values.pop(name, None), request)
+        for name, request in requests.items()
+    ]
+    return jax.tree.unflatten(treedef, result)
+
+
+def _restore(
+    path: str, record: Mapping[str, Any], requests: Mapping[str, leaves.Request]
+) -> dict[str, Any]:
+    """Leaf path -> value as stored, for the requested leaves that have elements."""
+    items = _map_types(record["state"], requests, _item)
+    args = _map_types(record["state"], requests, _restore_args)
+    restored = _state_handler().restore(
+        epath.Path(path) / layout.STATE_ITEM,
+        args=ocp.args.PyTreeRestore(item=items, restore_args=args),
+    )
+    return dict(_walk_values(restored))
+
+
+def _map_types(
+    node: Any, requests: Mapping[str, leaves.Request], make: Any, path: str = ""
+) -> Any:
+    """The record's tree of types with `make(request)` for each leaf on disk."""
+    if isinstance(node, dict):
+        return {
+            key: _map_types(child, requests, make, f"{path}/{key}" if path else key)
+            for key, child in node.items()
+        }
+    if isinstance(node, list):
+        return [
+            _map_types(child, requests, make, f"{path}/{i}" if path else str(i))
+            for i, child in enumerate(node)
+        ]
+    if node is None or layout.parse_leaf(node).is_empty:
+        return None
+    return make(requests.get(path))
+
+
+def _walk_values(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(leaf path, value) of a restored tree."""
+    if isinstance(node, dict | list):
+        pairs = node.items() if isinstance(node, dict) else enumerate(node)
+        for key, child in pairs:
+            yield from _walk_values(child, f"{path}/{key}" if path else str(key))
+    elif node is not None:
+        yield path, node
+
+
+def _item(request: leaves.Request | None) -> Any:
+    """What stands for a leaf in the tree that Orbax is to restore."""
+    if request is None:
+        return ocp.PLACEHOLDER
+    spec = request.spec
+    if request.python is not None or spec.dtype.startswith("key<"):
+        return 0
+    return jax.ShapeDtypeStruct(spec.shape, np.dtype(_dtype(request.stored_dtype)))
+
+
+def _dtype(name: str) -> Any:
+    """A dtype by name, the ones of JAX too."""
+    return jax.numpy.dtype(name)
+
+
+def _restore_args(request: leaves.Request | None) -> ocp.RestoreArgs:
+    """How Orbax is to read a leaf."""
+    if request is None:
+        return ocp.RestoreArgs()
+    if request.python is not None:
+        return ocp.RestoreArgs(restore_type=request.python)
+    spec = request.spec
+    is_key = spec.dtype.startswith("key<")
+    if not request.is_jax or (request.sharding is None and not is_key):
+        return ocp.RestoreArgs(restore_type=np.ndarray)
+    if spec.kind is layout.LeafKind.WEAK:
+        return ocp.RestoreArgs(restore_type=np.ndarray)
+    sharding = request.sharding or jax.sharding.SingleDeviceSharding(
+        jax.local_devices()[0]
+    )
+    return ocp.ArrayRestoreArgs(
+        restore_type=jax.Array,
+        sharding=sharding,
+        global_shape=None if is_key else spec.shape,
+    )
+
+
+def probe(path: str) -> str:
+    """Why the state of a step cannot be read by anyone; empty when it can.
+
+    Reads all of it as host arrays, in parts of bounded size, without any target: a
+    restore that fails where this succeeds is not the checkpoint's fault.
+
+    Raises:
+        FaultError: the step is of an unknown format.
+        ForeignError: something else wrote the step.
+        MemoryError: and other failures of this process.
+    """
+    try:
+        record = layout.read_record(path)
+        part: dict[str, leaves.Request] = {}
+        size = 0
+        for name, spec in layout.leaf_specs(record).items():
+            part[name] = _host_request(spec)
+            size += 16 * int(np.prod(spec.shape, dtype=np.int64))
+            if size > _PROBE_BYTES:
+                _read_part(path, record, part)
+                part, size = {}, 0
+        _read_part(path, record, part)
+    except Exception as error:
+        if isinstance(
+            error, MemoryError | records.FaultError | layout.ForeignError
+        ) or is_process_failure(error):
+            raise
+        return f"{type(error).__name__}: {first_line(error)}"
+    return ""
+
+
+def _host_request(spec: layout.LeafSpec) -> leaves.Request:
+    types = {"int": int, "float": float, "bool": bool, "str": str}
+    is_key = spec.dtype.startswith("key<")
+    return leaves.Request(spec, python=types.get(spec.kind), is_jax=is_key)
+
+
+def _read_part(
+    path: str, record: Mapping[str, Any], part: Mapping[str, leaves.Request]
+) -> None:
+    values = _restore(path, record, part)
+    for name, request in part.items():
+        leaves.decode(values.pop(name, None), request)
+
+
+def is_process_failure(error: BaseException) -> bool:
+    """Whether this process, not the store, is out of something."""
+    return isinstance(error, OSError) and error.errno in (
+        errno.ENOMEM,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.EINTR,
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, at most 300 characters."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:300]

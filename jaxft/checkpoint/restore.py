@@ -1,0 +1,160 @@
+"""Finds the step to go on from: the newest that can be read.
+
+World: device. Floor: above `orbax_io`, below `manager`. Read
+`jaxft/checkpoint/orbax_io.py` before and `jaxft/checkpoint/manager.py` after.
+
+Absent, unfinished, damaged and unreadable are four answers. Nothing there yet is a
+fresh start. A damaged step is renamed aside, never deleted, and the one before it
+tried; when none is left although some were there, that is an error and never a fresh
+start. A root that cannot be read, a target that asks for another state, and a failure
+of this process are errors that leave the store as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from typing import Any
+
+from jaxft import records
+from jaxft.checkpoint import layout, orbax_io
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Restored:
+    """One step, back in memory.
+
+    Attributes:
+        step: its label.
+        state: the state, in the structure and placement of the target.
+        data: the data position saved with it.
+        run: what the caller saved as `run`.
+        metrics: evaluation results saved with it.
+        record: the whole run record.
+        path: its folder.
+    """
+
+    step: int
+    state: PyTree
+    data: dict[str, Any]
+    run: dict[str, Any]
+    metrics: dict[str, float]
+    record: dict[str, Any]
+    path: str
+
+
+def restore_newest(
+    root: str | os.PathLike[str],
+    target: PyTree,
+    *,
+    step: int | None = None,
+    emit: records.Emit = records.ignore_event,
+) -> Restored | None:
+    """Restores the newest readable step of `root`, or exactly `step`.
+
+    Args:
+        root: the checkpoint root; it need not exist.
+        target: the state to come back, as values or `jax.ShapeDtypeStruct`; see
+            `jaxft.checkpoint.leaves.match`.
+        step: this one, or an error; never replaced by another.
+        emit: told of foreign folders, quarantines and the restore.
+
+    Returns:
+        None for a fresh start: there never was a committed step.
+
+    Raises:
+        FaultError: kind NO_CHECKPOINT: no readable step is left, or `step` is not
+            there or damaged. Kind CONFIG: a newer jaxft wrote the step.
+        TargetMismatchError: the target does not fit the stored state.
+        OSError: the root cannot be read.
+    """
+    root = layout.absolute_root(root)
+    found = layout.discover(root)
+    if step is not None:
+        return _restore_exactly(root, target, step=step, found=found, emit=emit)
+    for path, reason in found.foreign:
+        emit("not_a_checkpoint", path=path, reason=reason)
+    reasons = []
+    for info in reversed(found.committed):
+        try:
+            outcome = _try_restore(info.path, target, step=info.step, emit=emit)
+        except layout.ForeignError as error:
+            emit("not_a_checkpoint", path=info.path, reason=str(error))
+            continue
+        if isinstance(outcome, Restored):
+            return outcome
+        aside = layout.quarantine(info.path)
+        emit("quarantine", step=info.step, path=aside, reason=outcome)
+        reasons.append(f"step {info.step}: {outcome}; kept as {aside}")
+    reasons += [f"kept as {path}" for path in found.set_aside]
+    if reasons:
+        raise _no_checkpoint(f"no readable step in {root}:\n  " + "\n  ".join(reasons))
+    left = f"; {len(found.unfinished)} unfinished" if found.unfinished else ""
+    emit("fresh_start", reason=f"no checkpoint in {root}{left}")
+    return None
+
+
+def _restore_exactly(
+    root: str,
+    target: PyTree,
+    *,
+    step: int,
+    found: layout.Discovery,
+    emit: records.Emit,
+) -> Restored:
+    if step not in found.steps:
+        there = ", ".join(map(str, found.steps)) or "none"
+        raise _no_checkpoint(f"step {step} is not in {root}; there: {there}")
+    path = layout.step_path(root, step)
+    try:
+        outcome = _try_restore(path, target, step=step, emit=emit)
+    except layout.ForeignError as error:
+        raise _no_checkpoint(f"step {step} in {root}: {error}") from error
+    if isinstance(outcome, Restored):
+        return outcome
+    raise _no_checkpoint(f"step {step} in {root} cannot be read: {outcome}")
+
+
+def _no_checkpoint(text: str) -> records.FaultError:
+    return records.FaultError(
+        records.Fault(kind=records.FaultKind.NO_CHECKPOINT, evidence=text)
+    )
+
+
+def _try_restore(
+    path: str, target: PyTree, *, step: int, emit: records.Emit
+) -> Restored | str:
+    """The step, or why its folder is damaged."""
+    start = time.monotonic()
+    try:
+        record = layout.read_record(path)
+        if record["step"] != step:
+            return f"it says that it is step {record['step']}"
+        state = orbax_io.read_state(path, target, record=record)
+    except (records.FaultError, layout.ForeignError, MemoryError):
+        raise
+    except Exception as error:
+        if isinstance(error, layout.RecordError):
+            return str(error)
+        # Damaged, or is it the target, the devices or this process? Ask the files.
+        if reason := orbax_io.probe(path):
+            return reason
+        raise
+    emit(
+        "restore",
+        step=step,
+        secs=time.monotonic() - start,
+        num_bytes=layout.count_bytes(path),
+    )
+    return Restored(
+        step=step,
+        state=state,
+        data=record["data"],
+        run=record["run"],
+        metrics=record["metrics"],
+        record=record,
+        path=path,
+    )
