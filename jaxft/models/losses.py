@@ -31,10 +31,14 @@ def softmax_sums(
         `loss` in nats, `bits_per_token` and `accuracy`; ties for the best score
         count as right.
     """
-    # Under `checkpoint` the backward pass keeps the logits alone: no second array
-    # of their size (the exponentials) lives from the forward to the backward pass.
-    terms = jax.checkpoint(_softmax_terms, prevent_cse=False)
-    nats, hits = terms(logits, targets)
+    logits = logits.astype(jnp.float32)
+    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    # Nothing of the logits' size is needed but their exponentials; the best score
+    # comes with `logsumexp`, so that accuracy costs no pass of its own (an argmax
+    # does).
+    nats = jax.nn.logsumexp(logits, axis=-1) - picked
+    best = jax.lax.stop_gradient(logits.max(axis=-1))
+    hits = (picked >= best).astype(jnp.float32)
     weight = jnp.float32(nats.size)
     if weights is not None:
         weights = weights.astype(jnp.float32)
@@ -45,18 +49,6 @@ def softmax_sums(
         "bits_per_token": (loss / math.log(2), weight),
         "accuracy": (hits.sum(), weight),
     }
-
-
-def _softmax_terms(
-    logits: jax.Array, targets: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Negative log-likelihood and hit (1.0 or 0.0) of each target, float32."""
-    logits = logits.astype(jnp.float32)
-    best = jax.lax.stop_gradient(logits.max(axis=-1))
-    shifted = logits - best[..., None]
-    picked = jnp.take_along_axis(shifted, targets[..., None], axis=-1)[..., 0]
-    nats = jnp.log(jnp.exp(shifted).sum(axis=-1)) - picked
-    return nats, (picked >= 0).astype(jnp.float32)
 
 
 def squared_sums(

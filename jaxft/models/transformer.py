@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -236,18 +235,14 @@ class Transformer(nnx.Module):
         return jnp.einsum("btd,dv->btv", x, head, preferred_element_type=jnp.float32)
 
     def _apply_blocks(self, x: jax.Array, rope: Rope) -> jax.Array:
+        def apply_block(x: jax.Array, block: Block) -> tuple[jax.Array, None]:
+            return block(x, rope), None
+
+        # A module is a tree of arrays: a stacked block scans like any other.
         if isinstance(self.layers, nnx.List):
-            pairs = [nnx.split(block) for block in self.layers]
-            graphdef, layers = pairs[0][0], [state for _, state in pairs]
-        else:
-            graphdef, layers = nnx.split(self.layers)
-
-        def apply_block(x: jax.Array, state: Any) -> tuple[jax.Array, None]:
-            return nnx.merge(graphdef, state)(x, rope), None
-
-        if isinstance(layers, list):
-            return apply_layers(apply_block, x, layers=layers, plan=self.plan)[0]
-        return scan_layers(apply_block, x, stack=layers, plan=self.plan)[0]
+            blocks = list(self.layers)
+            return apply_layers(apply_block, x, layers=blocks, plan=self.plan)[0]
+        return scan_layers(apply_block, x, stack=self.layers, plan=self.plan)[0]
 
 
 def _residual_scale(config: ModelConfig) -> float:
