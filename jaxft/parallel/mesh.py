@@ -24,6 +24,9 @@ from jaxft.config import ConfigError, MeshConfig
 # `data` the farthest, as the traffic on the axes wants it.
 AXES = ("data", "fsdp", "tensor")
 
+# What JAX raises for a shape that the chips' wiring cannot take.
+_UNFIT = (ValueError, NotImplementedError, AssertionError)
+
 
 def make_mesh(
     config: MeshConfig | None = None,
@@ -140,7 +143,7 @@ def _arrange(
             return mesh_utils.create_device_mesh(
                 within, devices, allow_split_physical_axes=True
             )
-        except (ValueError, NotImplementedError) as error:
+        except _UNFIT as error:
             raise ConfigError(
                 "mesh.data", f"{within} does not fit the chips: {_first_line(error)}"
             ) from error
@@ -176,7 +179,7 @@ def _arrange_slices(
         return mesh_utils.create_hybrid_device_mesh(
             within, over, devices, allow_split_physical_axes=True
         )
-    except (ValueError, NotImplementedError) as error:
+    except _UNFIT as error:
         raise ConfigError(
             field,
             f"{within} in each of {len(slices)} slices does not fit: "

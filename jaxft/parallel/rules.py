@@ -222,7 +222,7 @@ class LeafPlanner:
         """The sharding whose dims lie on these axes."""
         entries: list[str | DimAxes | None] = []
         for axes in dims:
-            real = tuple(axis for axis in axes if self.size((axis,)) > 1)
+            real = self.real(axes)
             entries.append(real if len(real) > 1 else real[0] if real else None)
         while entries and entries[-1] is None:
             entries.pop()
@@ -245,6 +245,10 @@ class LeafPlanner:
     def size(self, axes: DimAxes) -> int:
         """Number of shards of a dim that lies on these axes."""
         return math.prod(self.mesh.shape.get(axis, 1) for axis in axes)
+
+    def real(self, axes: DimAxes) -> DimAxes:
+        """Those of the axes that have more than one device."""
+        return tuple(axis for axis in axes if self.size((axis,)) > 1)
 
     def check_matched(self, paths: Sequence[str]) -> None:
         """Refuses a path rule that speaks of nothing: most likely a typing error."""
@@ -289,12 +293,13 @@ class LeafPlanner:
         for length, name in zip(shape, names, strict=True):
             chosen: DimAxes = ()
             for axes in self.logical.get(name, ()):
-                fits = length > 0 and length % self.size(axes) == 0
-                if fits and used.isdisjoint(axes):
-                    chosen = axes
+                real = self.real(axes)
+                fits = length > 0 and length % self.size(real) == 0
+                # A rule that splits nothing on this mesh gives way; `-` does not.
+                if not axes or (real and fits and used.isdisjoint(real)):
+                    chosen = real
                     break
-            # An axis of one device splits nothing, so that others may have it too.
-            used |= {axis for axis in chosen if self.size((axis,)) > 1}
+            used |= set(chosen)
             dims.append(chosen)
         text = ", ".join("-" if name is None else str(name) for name in names)
         return self.placement(dims, f"logical ({text})")

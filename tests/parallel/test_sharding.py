@@ -179,6 +179,25 @@ def test_path_rules_win_over_names_and_size():
     assert placements["layers"]["kv"].reason.startswith("logical")
 
 
+def test_rules_that_split_nothing_on_this_mesh_give_way():
+    config = ShardingConfig(
+        logical_rules="a=tensor+data, b=tensor, b=fsdp, c=-, c=fsdp"
+    )
+    shapes = {"ab": _leaf(8, 8), "c": _leaf(64, 128)}
+    axes = {"ab": ("a", "b"), "c": ("c", None)}
+    for sizes, ab in [((2, 4, 1), P("data", "fsdp")), ((1, 4, 2), P("tensor", "fsdp"))]:
+        shardings = plan_shardings(shapes, mesh=_mesh(*sizes), config=config, axes=axes)
+        assert shardings["ab"].spec == ab
+        assert shardings["c"].spec == P()
+
+
+def test_a_path_rule_speaks_of_whole_paths():
+    config = ShardingConfig(path_rules="w = tensor, -")
+    shapes = {"w": _leaf(8, 8), "w2": _leaf(8, 8), "a": {"w": _leaf(8, 8)}}
+    specs = _specs(plan_shardings(shapes, mesh=_mesh(1, 4, 2), config=config))
+    assert specs == {"w": P("tensor"), "w2": P(), "a/w": P()}
+
+
 @pytest.mark.parametrize(
     ("rule", "words"),
     [
@@ -264,8 +283,8 @@ def test_a_mesh_of_ones_own():
     specs = plan_shardings(
         {"w": _leaf(8, 6)}, mesh=mesh, config=config, axes={"w": ("embed", "mlp")}
     )
-    # There is no tensor axis, so the first rule of embed splits nothing.
-    assert specs["w"].spec == P(None, "model")
+    # There is no tensor axis, so the first rule of embed gives way.
+    assert specs["w"].spec == P("fsdp", "model")
 
 
 def _state(params, optimizer, *, extra=None):
