@@ -9,6 +9,7 @@ leaves the workdir as it found it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -19,6 +20,7 @@ from typing import Any
 
 from jaxft import config as configs
 from jaxft.build import Parts, build
+from jaxft.checkpoint import layout
 from jaxft.config import Config, ConfigError, ResumeMode
 from jaxft.events import EventLog, read_events
 from jaxft.faults.exceptions import fault_of
@@ -155,9 +157,12 @@ class Worker:
                     f"{parts.manager.root} holds no checkpoint",
                 )
             )
-        record = parts.manager.read_run() if newest is not None else None
-        if record is not None:
-            self._compare(parts, record)
+        if newest is None:
+            return
+        # A record that cannot be read is for the restore to deal with.
+        with contextlib.suppress(OSError, layout.RecordError, layout.ForeignError):
+            record = layout.read_record(layout.step_path(parts.manager.root, newest))
+            self._compare(parts, record["run"])
 
     def _compare(self, parts: Parts, record: dict[str, Any]) -> dict[str, Any]:
         saved = record.get("facts", {})
@@ -212,7 +217,6 @@ class Worker:
         restored = parts.manager.restore(parts.target)
         if restored is None:
             self._log("phase", name="init")
-            self._log("fresh_start", reason="no checkpoint in the workdir")
             return parts.init_state(), -1, -1
         changes = self._compare(parts, restored.run)
         if changes:

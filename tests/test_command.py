@@ -1,6 +1,7 @@
 """Every misuse of the command line is one line that names what is wrong."""
 
 import pathlib
+import sys
 
 import pytest
 
@@ -84,8 +85,10 @@ def test_misuse_is_one_line(words: list[str], expected: str) -> None:
     ],
 )
 def test_a_broken_config_file_is_one_line(
-    tmp_path: pathlib.Path, text: str, expected: str
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, text: str, expected: str
 ) -> None:
+    # A command parses once; here an earlier test's module must not shine through.
+    monkeypatch.delitem(sys.modules, "config_config", raising=False)
     file = tmp_path / "own.py"
     file.write_text(text)
     with pytest.raises(ConfigError, match=expected) as error:

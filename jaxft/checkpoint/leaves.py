@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,12 +35,9 @@ from jaxft.checkpoint import layout
 PyTree = Any
 
 # What zarr3 holds under the same name.
-_PLAIN_DTYPES = frozenset(
-    ("bool", "int2", "int4", "int8", "int16", "int32", "int64")
-    + ("uint8", "uint16", "uint32", "uint64")
-    + ("float4_e2m1fn", "float8_e3m4", "float8_e4m3b11fnuz", "float8_e4m3fn")
-    + ("float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
-    + ("bfloat16", "float16", "float32", "float64", "complex64", "complex128")
+_PLAIN_DTYPE = re.compile(
+    r"bool|int[24]|u?int(8|16|32|64)|b?float16|float(32|64)|complex(64|128)"
+    r"|float4_e2m1fn|float8_(e3m4|e4m3b11fnuz|e4m3fn|e4m3fnuz|e5m2|e5m2fnuz|e8m0fnu)"
 )
 # What it does not: integers by value, floats by their bits.
 _BYTE_DTYPES = {
@@ -47,6 +45,9 @@ _BYTE_DTYPES = {
     "uint4": np.dtype(ml_dtypes.uint4),
     "float8_e4m3": np.dtype(ml_dtypes.float8_e4m3),
 }
+
+
+_MAX_SHOWN = 20
 
 
 class TargetMismatchError(records.FaultError):
@@ -59,9 +60,10 @@ class TargetMismatchError(records.FaultError):
     """
 
     def __init__(self, path: str, problems: list[str]):
-        text = f"the state in {path} does not fit the target:\n  " + "\n  ".join(
-            problems
-        )
+        shown = problems[:_MAX_SHOWN]
+        if len(problems) > _MAX_SHOWN:
+            shown = [*shown, f"... and {len(problems) - _MAX_SHOWN} more"]
+        text = "\n  ".join([f"the state in {path} does not fit the target:", *shown])
         super().__init__(records.Fault(kind=records.FaultKind.CONFIG, evidence=text))
         self.problems = problems
 
@@ -197,6 +199,8 @@ def _encode_array(value: jax.Array, name: str) -> tuple[Any, str]:
     spec = layout.LeafSpec(kind, str(value.dtype), value.shape)
     if not is_key(value.dtype):
         _check_dtype(spec.dtype, name)
+    elif spec.is_empty:
+        raise layout.LeafError(f"leaf {name} is an array of no random keys")
     if spec.is_empty:
         return None, str(spec)
     return _to_bytes(value, spec.dtype), str(spec)
@@ -215,7 +219,7 @@ def _numpy_spec(value: np.ndarray, name: str, kind: layout.LeafKind) -> layout.L
 
 
 def _check_dtype(dtype: str, name: str) -> None:
-    if dtype not in _PLAIN_DTYPES and dtype not in _BYTE_DTYPES:
+    if not _PLAIN_DTYPE.fullmatch(dtype) and dtype not in _BYTE_DTYPES:
         raise layout.LeafError(f"leaf {name} has dtype {dtype}, which is not stored")
 
 

@@ -23,12 +23,14 @@ import errno
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 
 from jaxft import config, records
 from jaxft.checkpoint import layout, leaves, orbax_io, policies
@@ -92,6 +94,7 @@ class CheckpointManager:
         self._failure: records.Fault | None = None
         self._failure_is_news = False
         self._last_committed: int | None = None
+        _OPEN.add(self)
 
     # --- saving ---------------------------------------------------------------
 
@@ -154,12 +157,16 @@ class CheckpointManager:
             if not force:
                 if flying != step:
                     self.num_skipped += 1
+                    self._last_secs = self._clock()  # not again at every border
                     reason = f"step {flying} is still being saved"
                     self._emit("save_skipped", step=step, reason=reason)
                 return False
             self._wait_for_flight(self._timeout_secs)
-        if not self._is_new(step):
-            return False
+        try:
+            if not self._is_new(step):
+                return False
+        except OSError as error:
+            raise self._refuse(step, error) from error
         stored, types = leaves.encode(state)
         now = self._clock()
         record = layout.make_record(
@@ -172,7 +179,7 @@ class CheckpointManager:
     def _check_label(self, step: int, state: PyTree) -> None:
         if type(step) is not int or step < 0:
             raise ValueError(f"the label of a save is a number of steps, not {step!r}")
-        own = state.get("step") if isinstance(state, dict) else None
+        own = state.get("step") if isinstance(state, Mapping) else None
         own = getattr(state, "step", own)
         if isinstance(own, jax.Array):
             is_label = own.ndim == 0 and jax.numpy.issubdtype(own.dtype, np.integer)
@@ -211,9 +218,7 @@ class CheckpointManager:
                 timeout_secs=self._timeout_secs,
             )
         except (OSError, ValueError) as error:
-            fault = self._fail(step, error)
-            self._failure_is_news = False
-            raise records.FaultError(fault) from error
+            raise self._refuse(step, error) from error
         flight = _Flight(step, write)
         thread = threading.Thread(
             target=self._follow, args=(flight,), name="jaxft-commit", daemon=True
@@ -224,49 +229,57 @@ class CheckpointManager:
         self._emit("save_start", step=step, blocking_secs=time.monotonic() - start)
         thread.start()
 
+    def _refuse(self, step: int, error: Exception) -> records.FaultError:
+        """A save that could not begin; it is raised, so it is no news any more."""
+        fault = self._fault(step, error)
+        with self._lock:
+            self._failure, self._failure_is_news = fault, False
+        self._emit("save_failed", step=step, reason=fault.evidence)
+        return records.FaultError(fault)
+
     # --- in the background ----------------------------------------------------
 
     def _follow(self, flight: _Flight) -> None:
-        """Waits for one save, tells how it ended, and cleans up behind it."""
+        """Waits for one save, keeps how it ended, and cleans up behind it."""
         flight.write.wait()
         error = flight.write.error()
         if error is not None:
             self._clean_failed(flight.write.path)
-            with self._lock:
-                was_current = self._flight is flight
-            if was_current:
-                self._fail(flight.step, error)
-        else:
-            self._emit(
-                "save_commit",
-                step=flight.step,
-                secs=flight.write.age_secs,
-                num_bytes=layout.count_bytes(flight.write.path),
-            )
-        with self._lock:
-            if error is None:
-                self._failure, self._failure_is_news = None, False
-                self._last_committed = flight.step
-            if self._flight is flight:
-                self._flight = None
-        flight.over.set()
+        try:
+            self._end(flight, error)
+        finally:
+            flight.over.set()
         if error is None and jax.process_index() == 0:
             self._retain(flight.step)
 
-    def _fail(self, step: int, error: BaseException) -> records.Fault:
-        """Keeps and tells a failed save."""
+    def _end(self, flight: _Flight, error: BaseException | None) -> None:
+        fault = None if error is None else self._fault(flight.step, error)
+        with self._lock:
+            was_given_up = self._flight is not flight
+            if not was_given_up:
+                self._flight = None
+            if fault is None:
+                self._last_committed = max(flight.step, self._last_committed or 0)
+                if self._failure is not None and self._failure.step <= flight.step:
+                    self._failure, self._failure_is_news = None, False
+            elif not was_given_up:
+                self._failure, self._failure_is_news = fault, True
+        if fault is None:
+            num_bytes = layout.count_bytes(flight.write.path)
+            secs = flight.write.age_secs
+            self._emit("save_commit", step=flight.step, secs=secs, num_bytes=num_bytes)
+        elif not was_given_up:
+            self._emit("save_failed", step=flight.step, reason=fault.evidence)
+
+    def _fault(self, step: int, error: BaseException) -> records.Fault:
         path = layout.step_path(self.root, step)
         reason = f"{_cause(error)}: {orbax_io.first_line(error)}"
-        fault = records.Fault(
+        return records.Fault(
             kind=records.FaultKind.SAVE_FAILED,
             step=step,
             process=jax.process_index(),
             evidence=f"save of step {step} to {path} failed: {reason}",
         )
-        with self._lock:
-            self._failure, self._failure_is_news = fault, True
-        self._emit("save_failed", step=step, reason=reason)
-        return fault
 
     def _clean_failed(self, path: str) -> None:
         """Gives back the space of a failed save."""
@@ -347,48 +360,40 @@ class CheckpointManager:
 
         Who asks has been told: `save` does not raise this failure any more.
         """
-        with self._lock:
-            flight = self._flight
-        if flight is not None and flight.write.age_secs > self._timeout_secs:
-            self._give_up(flight)
+        self._check_deadline()
         with self._lock:
             self._failure_is_news = False
             return None if self._failure is None else records.FaultError(self._failure)
 
     def _raise_news(self) -> None:
+        self._check_deadline()
         with self._lock:
             is_news = self._failure_is_news
         if is_news and (error := self.error()) is not None:
             raise error
 
-    def _give_up(self, flight: _Flight) -> None:
+    def _check_deadline(self) -> None:
         """Stops to count on a save that missed its deadline."""
         with self._lock:
-            if self._flight is not flight:
+            flight = self._flight
+            if flight is None or flight.write.age_secs <= self._timeout_secs:
                 return
+            fault = self._late(flight)
             self._flight = None
+            self._failure, self._failure_is_news = fault, True
+        self._emit("save_failed", step=flight.step, reason=fault.evidence)
+
+    def _late(self, flight: _Flight) -> records.Fault:
         text = f"not over after {flight.write.age_secs:.1f} s"
-        self._fail(flight.step, TimeoutError(text))
+        return self._fault(flight.step, TimeoutError(text))
 
     def _wait_for_flight(self, timeout_secs: float) -> None:
         with self._lock:
             flight = self._flight
         if flight is None or flight.over.wait(timeout_secs):
             return
-        if flight.write.age_secs > self._timeout_secs:
-            self._give_up(flight)
-        text = (
-            f"save of step {flight.step} to {flight.write.path} is not over after "
-            f"{flight.write.age_secs:.1f} s"
-        )
-        raise records.FaultError(
-            records.Fault(
-                kind=records.FaultKind.SAVE_FAILED,
-                step=flight.step,
-                process=jax.process_index(),
-                evidence=text,
-            )
-        )
+        self._check_deadline()
+        raise records.FaultError(self._late(flight))
 
     def wait(self, timeout_secs: float | None = None) -> None:
         """Waits until nothing goes on in the background.
@@ -472,3 +477,20 @@ def _cause(error: BaseException) -> str:
             if os.strerror(number) in str(link):
                 return name
     return type(error).__name__
+
+
+_OPEN: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()
+
+
+def _finish_saves() -> None:
+    """Lets saves in flight end when a program leaves without `close`."""
+    for manager in list(_OPEN):
+        try:
+            manager.wait()
+        except records.FaultError as error:
+            logging.error("%s", error)
+
+
+# Private: `atexit` is too late. The interpreter closes all thread pools first, and
+# without them Orbax cannot finish; only hooks registered here run before that.
+threading._register_atexit(_finish_saves)  # pyrefly: ignore[missing-attribute]

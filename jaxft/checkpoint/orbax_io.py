@@ -11,6 +11,7 @@ the commit: every file is made read-only and durable, then one rename makes the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import pathlib
@@ -123,9 +124,13 @@ class Write:
     def _watch(self) -> None:
         try:
             self._checkpointer.wait_until_finished()
-            self._checkpointer.close()
+            if not os.path.isdir(self.path):
+                raise FileNotFoundError(errno.ENOENT, "it did not commit", self.path)
         except BaseException as error:
             self._error = error
+        # The save is over, well or not; what closing says about it comes too late.
+        with contextlib.suppress(Exception):
+            self._checkpointer.close()
         self._over.set()
 
     @property
@@ -257,12 +262,7 @@ def _item(request: leaves.Request | None) -> Any:
     spec = request.spec
     if request.python is not None or spec.dtype.startswith("key<"):
         return 0
-    return jax.ShapeDtypeStruct(spec.shape, np.dtype(_dtype(request.stored_dtype)))
-
-
-def _dtype(name: str) -> Any:
-    """A dtype by name, the ones of JAX too."""
-    return jax.numpy.dtype(name)
+    return jax.ShapeDtypeStruct(spec.shape, np.dtype(request.stored_dtype))
 
 
 def _restore_args(request: leaves.Request | None) -> ocp.RestoreArgs:

@@ -35,7 +35,8 @@ def collect_facts(mesh: jax.sharding.Mesh) -> dict[str, Any]:
         package: importlib.metadata.version(package) for package in _PACKAGES
     }
     facts |= {name: _without_outputs(os.environ.get(name, "")) for name in _ENVIRONMENT}
-    facts |= {name: getattr(jax.config, name, None) for name in _JAX_SETTINGS}
+    # As text: some settings are enums, and their default is None.
+    facts |= {name: str(getattr(jax.config, name, None)) for name in _JAX_SETTINGS}
     facts["platform"] = device.platform
     facts["device_kind"] = device.device_kind
     facts["mesh"] = [f"{axis}={size}" for axis, size in mesh.shape.items()]

@@ -2,7 +2,7 @@ import pathlib
 import sysconfig
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxft.config import ConfigError
@@ -97,6 +97,7 @@ def test_unreadable_file_is_named():
 SIZES = st.dictionaries(st.text(max_size=4), st.integers(1, 1000), max_size=20)
 
 
+@settings(deadline=None)
 @given(sizes=SIZES, fraction=st.floats(0, 0.999))
 def test_holdout_stays_within_its_share_and_leaves_something(sizes, fraction):
     held = plan_holdout(sizes, fraction=fraction)

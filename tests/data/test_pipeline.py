@@ -1,14 +1,18 @@
 import hashlib
 import json
 import random
+import signal
+import subprocess
+import sys
 
+import grain
 import numpy as np
 import pytest
 
-from jaxft.config import ConfigError, DataConfig
+from jaxft.config import ConfigError, Corpus, DataConfig
 from jaxft.data.iterator import BatchIterator
 from jaxft.data.pipeline import Pipeline, heldout_batches
-from jaxft.data.sources import SyntheticSource
+from jaxft.data.sources import SyntheticSource, make_sources
 
 
 class Rows:
@@ -180,6 +184,99 @@ def test_positions_move_between_numbers_of_processes():
             iterator.close()
     expected = ids(Pipeline(Rows(30), config=config), 15)
     np.testing.assert_array_equal(np.concatenate(seen), expected)
+
+
+# Draws up to 30 batches; after each, what was seen and the position go to disk as
+# one, and the parent is asked whether to go on.
+DRAWER = """
+import json, os, sys
+from jaxft.config import Corpus, DataConfig
+from jaxft.data.iterator import BatchIterator
+from jaxft.data.pipeline import Pipeline
+from jaxft.data.sources import make_sources
+
+config = DataConfig(corpus=Corpus.TEXT, path=sys.argv[1], seq_len=4, global_batch=8)
+pipeline = Pipeline(make_sources(config).train, config=config)
+seen, skipped = [], [(5, 7)]
+with BatchIterator(pipeline, num_threads=2, prefetch=8, skipped=skipped) as iterator:
+    if os.path.exists(sys.argv[2]):
+        with open(sys.argv[2]) as file:
+            seen, state = json.load(file)
+        iterator.set_state(state)
+    while iterator.step < 30:
+        seen.append(next(iterator)["inputs"].tolist())
+        with open(sys.argv[2] + ".new", "w") as file:
+            json.dump([seen, iterator.get_state()], file)
+        os.replace(sys.argv[2] + ".new", sys.argv[2])
+        print(len(seen), flush=True)
+        sys.stdin.readline()
+"""
+
+
+def draw(corpus, record, *, kill_after=None):
+    """Runs `DRAWER`; SIGKILL arrives after that many of its lines."""
+    command = [sys.executable, "-c", DRAWER, str(corpus), str(record)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        for number, _ in enumerate(process.stdout, start=1):
+            if number == kill_after:
+                process.kill()
+                break
+            process.stdin.write("go on\n")
+            process.stdin.flush()
+    assert process.returncode == (0 if kill_after is None else -signal.SIGKILL)
+    return json.loads(record.read_text())[0]
+
+
+def test_killed_twice_the_batches_are_those_of_an_undisturbed_run(tmp_path):
+    # 30 batches of 8 are over five epochs of these rows.
+    corpus = tmp_path / "text.txt"
+    corpus.write_text("".join(f"{i:03}" for i in range(60)))
+    expected = draw(corpus, tmp_path / "undisturbed")
+    assert len(expected) == 30
+    record = tmp_path / "killed"
+    assert draw(corpus, record, kill_after=7) == expected[:7]
+    assert draw(corpus, record, kill_after=9) == expected[:16]
+    assert draw(corpus, record) == expected
+
+
+def test_a_changed_corpus_is_refused(tmp_path):
+    corpus = tmp_path / "text.txt"
+    corpus.write_text("some text " * 40)
+    config = DataConfig(corpus=Corpus.TEXT, path=str(corpus), seq_len=4)
+
+    def iterate():
+        pipeline = Pipeline(make_sources(config).train, config=config)
+        return BatchIterator(pipeline, num_threads=1, prefetch=1)
+
+    with iterate() as iterator:
+        state = iterator.get_state()
+    with iterate() as iterator:
+        iterator.set_state(state)
+    corpus.write_text("some text " * 39 + "same text ")
+    with iterate() as iterator, pytest.raises(ConfigError, match="another corpus"):
+        iterator.set_state(state)
+
+
+def test_another_shuffle_under_the_same_settings_is_refused(monkeypatch):
+    config = make_config()
+    with BatchIterator(
+        Pipeline(Rows(30), config=config), num_threads=1, prefetch=1
+    ) as iterator:
+        state = iterator.get_state()
+    # As if a new version of grain had another shuffle.
+    shuffle = grain.MapDataset.shuffle
+    monkeypatch.setattr(
+        grain.MapDataset, "shuffle", lambda self, seed: shuffle(self, seed=seed + 1)
+    )
+    other = Pipeline(Rows(30), config=config)
+    assert other.fingerprint == state["fingerprint"]
+    with (
+        BatchIterator(other, num_threads=1, prefetch=1) as iterator,
+        pytest.raises(ConfigError, match="another order") as caught,
+    ):
+        iterator.set_state(state)
+    assert "\n" not in str(caught.value)
 
 
 def test_threads_read_what_one_reads():

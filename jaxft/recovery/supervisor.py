@@ -1,0 +1,342 @@
+"""The process that outlives the worker: starts it, hears it, restarts it.
+
+World: host-only; it must start where JAX cannot and must not hold the accelerator.
+Floor: recovery. Read `jaxft/recovery/policy.py`, which decides, and
+`jaxft/recovery/worker_process.py` before this file and `jaxft/recovery/worker_link.py`, the
+worker's side of the pipes, after it.
+
+One loop in one thread waits for three things: event lines from the worker, stop
+signals, the worker's death. The worker lives in a session of its own, so that a
+Ctrl-C reaches it once, from here, and its whole process group can be ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import selectors
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxft.config import SupervisorConfig
+from jaxft.events import EventLog
+from jaxft.records import ExitCode, Fault, FaultKind
+from jaxft.recovery.policy import (
+    Action,
+    ActionKind,
+    CacheMode,
+    RestartPolicy,
+    WorkerExit,
+)
+from jaxft.recovery.worker_process import Launch, Worker
+
+# The same signal again within this time is an echo (a bounced key, a group kill and
+# its forwarding); later it means: now.
+REPEAT_SECS = 3.0
+# What "now" leaves the worker to say its last words.
+URGENT_SECS = 1.0
+# Death is seen at once by the end of the pipe, unless a child of the worker holds it.
+_POLL_SECS = 0.1
+# After a request to stop these end the run as stopped: a new start looks at them anew.
+_BESIDE_A_STOP = (FaultKind.STOPPED, FaultKind.KILLED, FaultKind.EXCEPTION)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How the command ended.
+
+    Attributes:
+        exit_code: of the command.
+        reason: one line.
+        step: last step the last worker is known to have finished; -1 for none.
+        committed_step: last step known to be committed; -1 for none.
+        num_restarts: workers after the first.
+        lost_secs: summed, from each death to the next worker's first step.
+        preflight_done: False: a wrong config or a stop ended the run before that;
+            nothing but the lock was written, and `WorkdirLock.release(undo=True)`
+            leaves the workdir as it was found.
+        fault: what ended it; None when it is finished.
+    """
+
+    exit_code: ExitCode
+    reason: str
+    step: int
+    committed_step: int
+    num_restarts: int
+    lost_secs: float
+    preflight_done: bool
+    fault: Fault | None
+
+
+class Supervisor:
+    """Runs workers until one finishes or going on makes no sense.
+
+    Args:
+        make_argv: command line of a worker for a `Launch`.
+        config: budget and back-off.
+        signals: the signals that ask the run to stop; each is passed on to the
+            worker, which is started with them blocked so that none is lost before
+            it listens (`StopRequests` unblocks them).
+        grace_secs: time from a request to the worker's end, then it is killed.
+        emit: the history; it is opened once a worker's preflight is over, or a
+            worker has died of anything but its config or a request to stop.
+        lock_fd: descriptor of the workdir's lock, inherited by workers; -1 for none.
+        env: environment of the workers; None for this process's own.
+        clock: seconds, from any start, never backwards.
+    """
+
+    def __init__(
+        self,
+        make_argv: Callable[[Launch], Sequence[str]],
+        *,
+        config: SupervisorConfig,
+        signals: Sequence[signal.Signals],
+        grace_secs: float,
+        emit: EventLog,
+        lock_fd: int = -1,
+        env: Mapping[str, str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._make_argv = make_argv
+        self._policy = RestartPolicy(
+            max_restarts=config.max_restarts,
+            refill_steps=config.refill_steps,
+            backoff_secs=config.backoff_secs,
+            backoff_max_secs=config.backoff_max_secs,
+        )
+        self._signals = tuple(signals)
+        self._grace_secs = grace_secs
+        self._emit = emit
+        self._lock_fd = lock_fd
+        self._env = env
+        self._clock = clock
+        self._history: list[WorkerExit] = []
+        self._committed_step = -1
+        self._preflight_done = False
+        self._lost_secs = 0.0
+        self._died_at: float | None = None
+        self._first_seen: dict[int, float] = {}
+        self._stop_reason = ""
+        self._kill_at = math.inf
+
+    def run(self) -> Outcome:
+        """Blocks until the run is over; call it once, in the main thread.
+
+        (In another thread it works too, but then nobody listens to signals, and a
+        worker dies with the thread that started it.)
+        """
+        with _SignalPipe(self._signals) as pipe, contextlib.ExitStack() as stack:
+            selector = stack.enter_context(selectors.DefaultSelector())
+            selector.register(pipe.read_fd, selectors.EVENT_READ, pipe)
+            cache = CacheMode.KEEP
+            while True:
+                ended = self._run_worker(selector, pipe, cache=cache)
+                self._history.append(ended)
+                action = self._decide()
+                if action.kind is not ActionKind.RESTART:
+                    return self._finish(action)
+                if self._pause(action.delay_secs, selector, pipe):
+                    return self._finish(self._decide())
+                cache = action.cache
+
+    def _run_worker(
+        self, selector: selectors.BaseSelector, pipe: _SignalPipe, *, cache: CacheMode
+    ) -> WorkerExit:
+        try:
+            worker = self._start(cache)
+        except OSError as error:
+            problem = f"the worker could not be started: {error}"
+            return WorkerExit(
+                kind=FaultKind.KILLED, status=1, evidence=problem, cache=cache
+            )
+        pid = worker.process.pid
+        self._emit("launch", worker_pid=pid, attempt=len(self._history), cache=cache)
+        selector.register(worker.event_fd, selectors.EVENT_READ, worker)
+        listening = True
+        while not worker.is_dead():
+            for key, _ in selector.select(_POLL_SECS):
+                if key.data is pipe:
+                    self._take_signals(pipe, worker)
+                elif listening and not worker.read():
+                    selector.unregister(worker.event_fd)
+                    listening = False
+            self._take_events(worker)
+            if self._clock() >= self._kill_at:
+                worker.kill()
+        while listening and worker.read():
+            pass
+        self._take_events(worker)
+        if listening:
+            selector.unregister(worker.event_fd)
+        status = worker.reap()
+        if self._died_at is None:  # Else the loss goes on since an earlier death.
+            self._died_at = self._clock()
+        ended = worker.heard.exit(status, cache=cache)
+        self._emit("worker_exit", worker_pid=pid, status=status, step=ended.last_step)
+        return ended
+
+    def _start(self, cache: CacheMode) -> Worker:
+        # Blocked signals stay pending through exec: one that comes while the new
+        # interpreter starts neither kills it nor gets lost.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
+        try:
+            return Worker(
+                self._make_argv,
+                attempt=len(self._history),
+                lock_fd=self._lock_fd,
+                cache=cache,
+                env=self._env,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def _take_events(self, worker: Worker) -> None:
+        """Keeps what outlives the worker; the rest is in `worker.heard`."""
+        heard = worker.heard
+        self._committed_step = max(self._committed_step, heard.committed_step)
+        if heard.preflight_done:
+            self._open_history()
+        if heard.reached_first_step and self._died_at is not None:
+            self._lost_secs += self._clock() - self._died_at
+            self._died_at = None
+        if heard.stop_reason and not self._stop_reason:
+            # The worker was asked directly, or its time is up: the same deadline.
+            self._stop(heard.stop_reason)
+
+    def _open_history(self) -> None:
+        self._preflight_done = True
+        self._emit.open()
+
+    def _take_signals(self, pipe: _SignalPipe, worker: Worker | None) -> None:
+        for number in pipe.read():
+            now = self._clock()
+            first = self._first_seen.setdefault(number, math.inf)
+            if math.isinf(first):
+                self._first_seen[number] = now
+                if not self._stop_reason:
+                    self._stop(signal.Signals(number).name)
+            elif now - first > REPEAT_SECS:
+                self._kill_at = min(self._kill_at, now + URGENT_SECS)
+            else:
+                continue
+            if worker is not None:
+                worker.send_signal(number)
+
+    def _stop(self, reason: str) -> None:
+        self._stop_reason = reason
+        self._kill_at = self._clock() + self._grace_secs
+
+    def _decide(self) -> Action:
+        """The policy's answer, unless somebody wants the run to stop."""
+        action = self._policy.decide(self._history)
+        last = self._history[-1]
+        if self._stop_reason and last.kind in _BESIDE_A_STOP:
+            action = dataclasses.replace(
+                action,
+                kind=ActionKind.STOP,
+                cause=str(FaultKind.STOPPED),
+                reason=self._stopped_because(last),
+                exit_code=ExitCode.STOPPED,
+                delay_secs=0.0,
+            )
+        if last.kind not in (FaultKind.CONFIG, FaultKind.STOPPED):
+            self._open_history()
+        self._emit(
+            "decision",
+            action=str(action.kind),
+            cause=action.cause,
+            reason=action.reason,
+            delay_secs=action.delay_secs,
+            budget_left=action.budget_left,
+        )
+        return action
+
+    def _stopped_because(self, last: WorkerExit) -> str:
+        if last.kind is FaultKind.STOPPED:
+            return f"stopped by {self._stop_reason}"
+        left_on = f"left on the last committed step {self._committed_step}"
+        if self._committed_step < 0:
+            left_on = "left before any step was committed"
+        return f"stopped by {self._stop_reason}, {left_on}: {last.summary}"
+
+    def _pause(
+        self, secs: float, selector: selectors.BaseSelector, pipe: _SignalPipe
+    ) -> bool:
+        """Waits; True as soon as the run is asked to stop."""
+        until = self._clock() + secs
+        while not self._stop_reason:
+            left = until - self._clock()
+            if selector.select(min(max(left, 0.0), _POLL_SECS)):
+                self._take_signals(pipe, None)
+            if left <= 0:
+                break
+        return bool(self._stop_reason)
+
+    def _finish(self, action: Action) -> Outcome:
+        last = self._history[-1]
+        fault = None
+        if action.kind is not ActionKind.FINISH:
+            fault = Fault(
+                kind=FaultKind(action.cause),
+                step=last.last_step,
+                evidence=last.evidence or action.reason,
+            )
+        self._emit(
+            "supervisor_end", exit_code=int(action.exit_code), reason=action.reason
+        )
+        return Outcome(
+            exit_code=action.exit_code,
+            reason=action.reason,
+            step=last.last_step,
+            committed_step=self._committed_step,
+            num_restarts=len(self._history) - 1,
+            lost_secs=self._lost_secs,
+            preflight_done=self._preflight_done,
+            fault=fault,
+        )
+
+
+class _SignalPipe:
+    """Stop signals as bytes in a pipe, which a selector can wait for."""
+
+    def __init__(self, signals: Sequence[signal.Signals]):
+        self._signals = signals
+        self._earlier: dict[int, Any] = {}
+        self._earlier_fd = -1
+
+    def __enter__(self) -> _SignalPipe:
+        self.read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self.read_fd, False)
+        os.set_blocking(self._write_fd, False)
+        if threading.current_thread() is threading.main_thread():
+            self._earlier_fd = signal.set_wakeup_fd(
+                self._write_fd, warn_on_full_buffer=False
+            )
+            for number in self._signals:
+                self._earlier[number] = signal.signal(number, _wake)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in self._earlier.items():
+                if handler is not None:  # Not set from Python: it cannot come back.
+                    signal.signal(number, handler)
+            signal.set_wakeup_fd(self._earlier_fd)
+        os.close(self.read_fd)
+        os.close(self._write_fd)
+
+    def read(self) -> list[int]:
+        """The stop signals that came since the last call, in order."""
+        try:
+            return [n for n in os.read(self.read_fd, 4096) if n in self._signals]
+        except BlockingIOError:
+            return []
+
+
+def _wake(number: int, frame: object) -> None:
+    """Nothing to do: the number is in the pipe already."""

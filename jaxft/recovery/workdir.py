@@ -1,0 +1,276 @@
+"""One run at a time in a workdir: a lock that names its owner.
+
+World: host-only. Floor: recovery. Read `jaxft/records.py` before this file and
+`jaxft/recovery/supervisor.py`, which hands the lock on to its worker, after it.
+
+The lock is a `flock` on `<workdir>/lock`: the kernel frees it when the last process
+that holds the descriptor is dead, so nothing stale is ever left behind. The text in
+the file only says who it is. On a shared file system it is as good as that file
+system's `flock`.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import pathlib
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jaxft.records import Fault, FaultError, FaultKind
+
+# After the owner's death its worker still has to die: it takes the kernel moments.
+TAKEOVER_SECS = 10.0
+# A new owner has the lock a moment before its name is in the file.
+NAMING_SECS = 1.0
+# A killed owner looks alive until the kernel comes to it.
+DYING_SECS = 0.3
+_RETRY_SECS = 0.02
+_PF_EXITING = 0x4  # In the flags of /proc/<pid>/stat, see proc(5).
+
+
+class WorkdirLock:
+    """The right to write into one workdir, held until `release` or death.
+
+    Use `WorkdirLock.acquire`. Also a context manager that releases at its end.
+
+    Attributes:
+        workdir: its absolute path; the folder exists.
+    """
+
+    def __init__(self, workdir: pathlib.Path):
+        self.workdir = workdir
+        self._fd = -1
+        self._made: list[pathlib.Path] = []
+        self._text_before: bytes | None = None
+
+    @classmethod
+    def acquire(
+        cls,
+        workdir: str | os.PathLike[str],
+        *,
+        takeover_secs: float = TAKEOVER_SECS,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> WorkdirLock:
+        """Takes the lock; makes the workdir and its parents where they are missing.
+
+        Args:
+            workdir: a local folder; `~` and relative paths are fine.
+            takeover_secs: how long to wait for what a dead owner left running.
+            clock: any clock, in seconds.
+            sleep: waits, in seconds.
+
+        Raises:
+            FaultError: of kind WORKDIR_IN_USE, naming the owner; or of kind CONFIG
+                where the workdir is unusable. In both cases all is as it was.
+        """
+        lock = cls(_absolute(workdir))
+        try:
+            start = clock()
+            while not lock._try_lock():
+                owner = lock._owner()
+                patience = _patience(owner, takeover_secs=takeover_secs)
+                if clock() - start >= patience:
+                    raise _in_use(lock.workdir, owner)
+                sleep(_RETRY_SECS)
+            lock._write_owner()
+        except OSError as error:
+            lock.release(undo=True)
+            raise _unusable(lock.workdir, error.strerror or str(error)) from error
+        except BaseException:
+            lock.release(undo=True)
+            raise
+        return lock
+
+    @property
+    def path(self) -> pathlib.Path:
+        """The lock file."""
+        return self.workdir / "lock"
+
+    def fileno(self) -> int:
+        """The descriptor to hand to a worker; the lock lives while either does."""
+        return self._fd
+
+    def release(self, *, undo: bool = False) -> None:
+        """Gives the lock back; a worker that inherited it still keeps it.
+
+        Args:
+            undo: also remove what `acquire` made, as far as it is still empty: a
+                start that was refused leaves the workdir as it found it.
+        """
+        if undo:
+            self._undo()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        self._made = []
+
+    def __enter__(self) -> WorkdirLock:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.release()
+
+    def _make_folders(self) -> None:
+        missing = []
+        folder = self.workdir
+        while not folder.exists():
+            if folder.is_symlink():
+                raise _unusable(self.workdir, f"{folder} is a link to nothing")
+            missing.append(folder)
+            folder = folder.parent
+        for folder in reversed(missing):
+            try:
+                folder.mkdir()
+            except FileExistsError:
+                continue  # Another start was faster; it is not ours to remove.
+            if folder not in self._made:
+                self._made.append(folder)
+        if not self.workdir.is_dir():
+            raise _unusable(self.workdir, "it is not a folder")
+        if not os.access(self.workdir, os.W_OK | os.X_OK):
+            raise _unusable(self.workdir, "it is not writable")
+
+    def _try_lock(self) -> bool:
+        # Each time: a start that was refused may have removed what it had made.
+        self._make_folders()
+        flags = os.O_RDWR | os.O_CLOEXEC
+        made = False
+        try:
+            fd = os.open(self.path, flags)
+        except FileNotFoundError:
+            try:
+                fd = os.open(self.path, flags | os.O_CREAT, 0o644)
+            except FileNotFoundError:
+                return False
+            made = True
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The file that was opened may have been removed by a start that was
+            # refused; a lock on it would keep nobody out.
+            if not _is_same_file(fd, self.path):
+                os.close(fd)
+                return False
+        except OSError as error:
+            os.close(fd)
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                return False
+            if made:  # A file system without locks: nobody else can hold it.
+                self._made.append(self.path)
+            raise
+        if made:
+            self._made.append(self.path)
+        self._fd = fd
+        return True
+
+    def _write_owner(self) -> None:
+        if self.path not in self._made:
+            self._text_before = os.pread(self._fd, 1 << 16, 0)
+        owner = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "command": shlex.join(sys.orig_argv),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        }
+        self._write(json.dumps(owner).encode() + b"\n")
+
+    def _write(self, text: bytes) -> None:
+        os.pwrite(self._fd, text, 0)
+        os.ftruncate(self._fd, len(text))
+
+    def _owner(self) -> dict[str, Any] | None:
+        """Who has the lock; None while the file does not say so."""
+        try:
+            owner = json.loads(self.path.read_bytes())
+            return owner if isinstance(owner.get("pid"), int) else None
+        except (OSError, ValueError, AttributeError):
+            return None
+
+    def _undo(self) -> None:
+        if self._fd >= 0 and self._text_before is not None:
+            self._write(self._text_before)
+        for path in reversed(self._made):
+            try:
+                # Only while the lock is held: else the file is somebody else's.
+                if path == self.path:
+                    path.unlink()
+                else:
+                    path.rmdir()
+            except OSError:
+                return  # Something else is in there by now: it stays.
+
+
+def _absolute(workdir: str | os.PathLike[str]) -> pathlib.Path:
+    text = os.fspath(workdir)
+    if not text.strip():
+        raise _unusable(text, "it is empty: name a folder")
+    if "\0" in text:
+        raise _unusable(text.replace("\0", "?"), "it contains a zero byte")
+    if "://" in text:
+        raise _unusable(text, "it must be a local folder, not a URL")
+    try:
+        return pathlib.Path(text).expanduser().absolute()
+    except RuntimeError as error:
+        raise _unusable(text, str(error)) from error
+
+
+def _is_same_file(fd: int, path: pathlib.Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _patience(owner: dict[str, Any] | None, *, takeover_secs: float) -> float:
+    if owner is None:
+        return NAMING_SECS
+    return DYING_SECS if _is_running(owner) else takeover_secs
+
+
+def _is_running(owner: dict[str, Any]) -> bool:
+    """Whether the owner lives; another host's processes are taken to live."""
+    if owner.get("host") != socket.gethostname():
+        return True
+    pid = owner["pid"]
+    try:
+        # A zombie is dead, one that frees its memory nearly; signal 0 cannot tell.
+        text = pathlib.Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        fields = text.rpartition(")")[2].split()
+        return fields[0] not in "ZX" and not int(fields[6]) & _PF_EXITING
+    except OSError:
+        pass
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        pass
+    return True
+
+
+def _in_use(workdir: pathlib.Path, owner: dict[str, Any] | None) -> FaultError:
+    if owner is None:
+        who = "another process, which has not said who it is"
+    else:
+        who = (
+            f"process {owner['pid']} on {owner.get('host')} since "
+            f"{owner.get('since')} ({owner.get('command')})"
+        )
+        if not _is_running(owner):
+            who = f"what the dead {who} left running"
+    evidence = f"workdir {workdir} is in use by {who}: stop it or take another workdir"
+    return FaultError(
+        Fault(kind=FaultKind.WORKDIR_IN_USE, evidence=" ".join(evidence.split()))
+    )
+
+
+def _unusable(workdir: str | pathlib.Path, problem: str) -> FaultError:
+    evidence = f"workdir {str(workdir)!r} cannot be used: {problem}"
+    return FaultError(Fault(kind=FaultKind.CONFIG, evidence=evidence))

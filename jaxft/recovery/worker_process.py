@@ -1,0 +1,232 @@
+"""One worker process as its supervisor sees it: start, words, death.
+
+World: host-only. Floor: recovery. Read `jaxft/recovery/policy.py`, whose `WorkerExit`
+is made here, before this file and `jaxft/recovery/supervisor.py` after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxft import events
+from jaxft.records import EXIT_CODES, ExitCode, FaultKind
+from jaxft.recovery.policy import CacheMode, WorkerExit
+
+_PIPE_BYTES = 1 << 20
+MAX_LINE_BYTES = 1 << 24
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What a new worker has to be told on its command line.
+
+    Attributes:
+        attempt: restarts before it; 0 for the first worker.
+        event_fd: descriptor it writes its event lines to.
+        parent_fd: descriptor whose end of file means that the supervisor is gone.
+        lock_fd: descriptor of the workdir's lock; -1 for none.
+        cache: how it must use the compile cache.
+    """
+
+    attempt: int
+    event_fd: int
+    parent_fd: int
+    lock_fd: int
+    cache: CacheMode
+
+
+class Worker:
+    """One worker process, its process group and this side of its two pipes.
+
+    Attributes:
+        process: the worker, leader of its own session and process group.
+        event_fd: read end of the event pipe, not blocking.
+        heard: what its events say.
+
+    Raises:
+        OSError: it could not be started.
+    """
+
+    def __init__(
+        self,
+        make_argv: Callable[[Launch], Sequence[str]],
+        *,
+        attempt: int,
+        lock_fd: int,
+        cache: CacheMode,
+        env: Mapping[str, str] | None,
+    ):
+        self.event_fd, events_in = os.pipe()
+        parent_out, self._parent_fd = os.pipe()
+        with contextlib.suppress(OSError):  # Over the user's limit: 64 kB do as well.
+            fcntl.fcntl(self.event_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        os.set_blocking(self.event_fd, False)
+        launch = Launch(
+            attempt=attempt,
+            event_fd=events_in,
+            parent_fd=parent_out,
+            lock_fd=lock_fd,
+            cache=cache,
+        )
+        try:
+            self.process = subprocess.Popen(
+                make_argv(launch),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=[fd for fd in (events_in, parent_out, lock_fd) if fd >= 0],
+                env=env,
+            )
+        except BaseException:
+            self._close()
+            raise
+        finally:
+            os.close(events_in)
+            os.close(parent_out)
+        self.heard = Heard()
+        self._rest = b""
+        self._killed = False
+
+    def read(self) -> bool:
+        """Takes in what the pipe holds; False at its end or when it is empty."""
+        try:
+            data = os.read(self.event_fd, _PIPE_BYTES)
+        except BlockingIOError:
+            return False
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self.heard.take(line)
+        if len(self._rest) > MAX_LINE_BYTES:
+            self._rest = b""  # No event is that long; what follows will not parse.
+        return bool(data)
+
+    def is_dead(self) -> bool:
+        """Whether it is dead; it stays a zombie, so that its group id stays its own."""
+        how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, self.process.pid, how) is not None
+
+    def send_signal(self, number: int) -> None:
+        """To the worker alone: what its children are for is its business."""
+        os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        """Ends the worker and its children, all at once."""
+        if not self._killed:
+            self._killed = True
+            self.heard.killed_by_us = True
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def reap(self) -> int:
+        """Ends what is left of the group; returns the worker's exit status."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        status = self.process.wait()
+        # Where this process is the container's first, orphans come to it.
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-self.process.pid, 0):
+                pass
+        self._close()
+        return status
+
+    def _close(self) -> None:
+        os.close(self.event_fd)
+        os.close(self._parent_fd)
+
+
+_EXIT_KINDS = {
+    ExitCode.CRASHED: FaultKind.EXCEPTION,
+    **{c: k for k, c in EXIT_CODES.items() if c is not ExitCode.CRASHED},
+}
+
+
+class Heard:
+    """What one worker's event lines say, as far as the supervisor needs it."""
+
+    def __init__(self) -> None:
+        self.first_step = -1
+        self.last_step = -1
+        self.committed_step = -1
+        self.reached_first_step = False
+        self.preflight_done = False
+        self.stop_reason = ""
+        self.killed_by_us = False
+        self._finished = False
+        self._phase = "start"
+        self._fault: dict[str, Any] | None = None
+
+    def take(self, line: bytes) -> None:
+        """Takes in one line; a torn or foreign one says nothing."""
+        event = events.parse_line(line.decode(errors="replace"))
+        if event is None:
+            return
+        step = event.get("step")
+        step = step if isinstance(step, int) else -1
+        match event["kind"]:
+            case "preflight_done":
+                self.preflight_done = True
+            case "phase":
+                self._phase = str(event.get("name"))
+            case "step":
+                self._take_step(step, first=event.get("first_step"))
+            case "save_commit":
+                self.committed_step = max(self.committed_step, step)
+            case "restore":
+                self.committed_step = max(self.committed_step, step)
+            case "stop_request":
+                self.stop_reason = str(event.get("reason") or "a request")
+            case "fault":
+                self._fault = event
+                self.last_step = max(self.last_step, step)
+            case "end":
+                self._finished = event.get("reason") == "finished"
+
+    def _take_step(self, step: int, *, first: object) -> None:
+        if not self.reached_first_step:
+            self.first_step = first if isinstance(first, int) else step
+        self.reached_first_step = True
+        self.last_step = max(self.last_step, step)
+
+    def exit(self, status: int, *, cache: CacheMode) -> WorkerExit:
+        """How the worker ended: by its own word, else by its exit status."""
+        kind, evidence = self._cause(status)
+        return WorkerExit(
+            kind=kind,
+            status=status,
+            first_step=self.first_step,
+            last_step=self.last_step,
+            reached_first_step=self.reached_first_step,
+            evidence=evidence,
+            cache=cache,
+        )
+
+    def _cause(self, status: int) -> tuple[FaultKind | None, str]:
+        if self._fault is not None:
+            with contextlib.suppress(ValueError):
+                kind = FaultKind(self._fault.get("fault"))
+                return kind, str(self._fault.get("evidence") or "")
+        if self._finished:
+            return None, ""  # Its last step is committed, however it left.
+        where = f"in phase {self._phase}"
+        if self.killed_by_us:
+            return FaultKind.KILLED, f"killed {where}: the time to stop was over"
+        if status < 0:
+            name = _signal_name(-status)
+            hint = ""
+            if -status == signal.SIGKILL:
+                hint = " (if nobody sent it, the host may be out of memory: see dmesg)"
+            return FaultKind.KILLED, f"killed by {name} {where}{hint}"
+        if status in _EXIT_KINDS:
+            return _EXIT_KINDS[ExitCode(status)], f"left with status {status} {where}"
+        return FaultKind.KILLED, f"left with status {status} {where}, not finished"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

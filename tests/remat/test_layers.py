@@ -1,0 +1,109 @@
+"""One stack under any plan: same values, same gradients, less kept."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxft.remat.layers import Segment, apply_layers, plan_segments, scan_layers
+from jaxft.remat.policies import Kind, Policy, parse_plan
+
+F, D = Policy(Kind.FULL), Policy(Kind.DOTS)
+
+
+@pytest.mark.parametrize(
+    ("plan", "segments"),
+    [
+        ([F] * 4, [Segment((F,), 4)]),
+        ([F], [Segment((F,), 1)]),
+        ([F, D] * 2, [Segment((F, D), 2)]),
+        ([F, F, D] * 3, [Segment((F, F, D), 3)]),
+        ([F, F, D, D], [Segment((F,), 2), Segment((D,), 2)]),
+        ([F, D], [Segment((F,), 1), Segment((D,), 1)]),
+        ([F, D, F], [Segment((F,), 1), Segment((D,), 1), Segment((F,), 1)]),
+    ],
+)
+def test_fewest_bodies(plan, segments):
+    assert list(plan_segments(plan)) == segments
+    assert sum(segment.num_layers for segment in segments) == len(plan)
+
+
+NUM_LAYERS, WIDTH = 6, 16
+PLANS = [
+    "none",
+    "full",
+    "dots",
+    "names(hidden)",
+    "offload(hidden)",
+    "0-2:full,3-5:dots",  # two scans
+    "0:full,1:none,2:full,3:none,4:full,5:none",  # one scan over blocks of two
+    "0-4:full,5:names(hidden)",  # the last layer stands alone
+]
+
+
+def _layer(x, layer):
+    keep = jax.random.bernoulli(layer["key"], 0.9, x.shape)
+    x = x + jnp.where(keep, jnp.tanh(checkpoint_name(x @ layer["w"], "hidden")), 0)
+    return x, {"power": jnp.mean(x * x)}
+
+
+def _stack():
+    w = np.random.default_rng(0).normal(size=(NUM_LAYERS, WIDTH, WIDTH)) * 0.3
+    keys = jax.random.split(jax.random.key(0), NUM_LAYERS)
+    return {"w": jnp.asarray(w, jnp.float32), "key": keys}
+
+
+def _loss(w, *, text, scan):
+    stack = _stack() | {"w": w}
+    plan = parse_plan(text, NUM_LAYERS)
+    x = jnp.ones((4, WIDTH))
+    if scan:
+        x, outputs = scan_layers(_layer, x, stack=stack, plan=plan)
+    else:
+        layers = [jax.tree.map(lambda leaf: leaf[i], stack) for i in range(NUM_LAYERS)]
+        x, outputs = apply_layers(_layer, x, layers=layers, plan=plan)
+        outputs = jax.tree.map(lambda *rows: jnp.stack(rows), *outputs)
+    return jnp.sum(x * x) + outputs["power"] @ jnp.arange(1.0, NUM_LAYERS + 1), outputs
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("scan", [True, False], ids=["scan", "loop"])
+@pytest.mark.parametrize("text", PLANS[1:])
+def test_no_plan_changes_a_bit(text, scan):
+    run = jax.jit(
+        jax.value_and_grad(_loss, has_aux=True), static_argnames=("text", "scan")
+    )
+    (loss, outputs), grads = run(_stack()["w"], text=text, scan=scan)
+    (loss_none, outputs_none), grads_none = run(_stack()["w"], text="none", scan=scan)
+    assert outputs["power"].shape == (NUM_LAYERS,)
+    np.testing.assert_array_equal(outputs["power"], outputs_none["power"])
+    assert loss == loss_none
+    np.testing.assert_array_equal(grads, grads_none)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("text", PLANS)
+def test_scan_equals_loop(text):
+    w = _stack()["w"]
+    loss, outputs = _loss(w, text=text, scan=True)
+    loss_loop, outputs_loop = _loss(w, text=text, scan=False)
+    np.testing.assert_allclose(loss, loss_loop, rtol=1e-6)
+    np.testing.assert_allclose(outputs["power"], outputs_loop["power"], rtol=1e-6)
+
+
+@pytest.mark.device
+def test_a_loop_takes_layers_that_differ():
+    layers = [jnp.ones((3, 5)), jnp.ones((5, 2))]
+    plan = parse_plan("full", 2)
+    x, _ = apply_layers(
+        lambda x, w: (x @ w, None), jnp.ones((1, 3)), layers=layers, plan=plan
+    )
+    assert x.shape == (1, 2)
+
+
+@pytest.mark.device
+def test_plan_and_layers_must_match():
+    plan = parse_plan("full", 3)
+    with pytest.raises(ValueError, match="zip"):
+        apply_layers(_layer, jnp.ones(()), layers=[1, 2], plan=plan)
