@@ -1,0 +1,208 @@
+"""What the built step costs over a step written by hand, as ratios of pairs.
+
+Command:   python benchmarks/step.py [--num-pairs=200] [--width=128] ...
+Hardware:  any; the numbers in the README are of two CPU cores
+Time:      about a minute
+Expected:  an interval of built / hand that reaches below 1.02
+
+The hand-written step has the same model, loss, clipping and AdamW, is jitted and
+donates its state, and knows nothing of guards, control words, key folding, metrics
+or shardings. A round times one step of each contestant, in random order, on the
+same batch; a second jit of the hand-written step is the A/A comparison, so that the
+noise of the machine stands beside every ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from jaxft.config import (
+    LossConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RematConfig,
+    TrainConfig,
+)
+from jaxft.models.adapters import from_nnx
+from jaxft.models.transformer import make_model, next_token_loss
+from jaxft.parallel.mesh import make_mesh
+from jaxft.parallel.precision import make_precision
+from jaxft.parallel.sharding import batch_sharding, plan_state_shardings, put_batch
+from jaxft.train.optimizer import make_optimizer
+from jaxft.train.state import StateFactory, make_key
+from jaxft.train.step import make_train_step
+from jaxft.types import Batch, LossFn, Model, TrainState
+
+# Runs one step and returns its loss once it is finished.
+Contestant = Callable[[], float]
+
+
+def make_hand_step(loss: LossFn, optimizer: optax.GradientTransformation) -> Any:
+    """The step that one writes without a framework."""
+
+    def step(
+        params: Any, opt_state: Any, batch: Batch, rng: jax.Array
+    ) -> tuple[Any, Any, jax.Array]:
+        def mean_loss(params: Any) -> jax.Array:
+            sums, _ = loss(params, {}, batch, rng, train=True)
+            total, weight = sums["loss"]
+            return total / weight
+
+        value, grads = jax.value_and_grad(mean_loss)(params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    return jax.jit(step, donate_argnums=(0, 1))
+
+
+def start_hand(
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    *,
+    state: TrainState,
+    batch: Batch,
+) -> Contestant:
+    """The hand-written step on its own copy of the parameters of `state`."""
+    step = make_hand_step(model.loss, optimizer)
+    params = jax.tree.map(lambda x: x.copy(), state.params)
+    opt_state = jax.jit(optimizer.init)(params)
+
+    def run() -> float:
+        nonlocal params, opt_state
+        params, opt_state, loss = step(params, opt_state, batch, state.rng)
+        jax.block_until_ready(params)
+        return float(loss)
+
+    return run
+
+
+def start_built(
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    *,
+    state: TrainState,
+    batch: Batch,
+    control: jax.Array,
+) -> Contestant:
+    """Jaxft's step, guard and control word included, on a copy of `state`."""
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    step = make_train_step(model.loss, optimizer, state_shardings=shardings)
+    current = jax.tree.map(lambda x: x.copy(), state)
+
+    def run() -> float:
+        nonlocal current
+        current, output = step(current, batch, control)
+        jax.block_until_ready(current.params)
+        return float(output.metrics["loss"])
+
+    return run
+
+
+def time_rounds(
+    contestants: dict[str, Contestant], *, num_rounds: int, seed: int = 0
+) -> dict[str, np.ndarray]:
+    """Seconds of each contestant in each round, [num_rounds] each.
+
+    Raises:
+        RuntimeError: they do not compute the same losses, so that the comparison
+            would mean nothing.
+    """
+    order = np.random.default_rng(seed)
+    names = list(contestants)
+    secs = {name: np.zeros(num_rounds) for name in names}
+    for number in range(-3, num_rounds):  # the first compile and warm up
+        losses = {}
+        for index in order.permutation(len(names)):
+            begin = time.perf_counter()
+            losses[names[index]] = contestants[names[index]]()
+            if number >= 0:
+                secs[names[index]][number] = time.perf_counter() - begin
+        # Only at first: rounding differs, and training amplifies it.
+        same = np.allclose(list(losses.values()), losses[names[0]], rtol=1e-4)
+        if number < 10 and not same:
+            raise RuntimeError(f"round {number}: the losses differ: {losses}")
+    return secs
+
+
+def summarise_ratio(
+    secs: np.ndarray, base: np.ndarray, *, seed: int = 0
+) -> tuple[float, float, float]:
+    """Median of the paired ratios, and its 95 % bootstrap interval."""
+    ratios = secs / base
+    draws = np.random.default_rng(seed).integers(len(ratios), size=(2000, len(ratios)))
+    low, high = np.quantile(np.median(ratios[draws], axis=1), [0.025, 0.975])
+    return float(np.median(ratios)), float(low), float(high)
+
+
+def run(args: argparse.Namespace) -> dict[str, tuple[float, float, float]]:
+    """Builds the contestants, times them and returns the two ratios."""
+    config = ModelConfig(
+        width=args.width, num_layers=args.num_layers, num_heads=args.num_heads
+    )
+    config.num_kv_heads = config.num_heads
+    config.mlp_width = -(-config.width * 8 // 3 // 8) * 8
+    model = from_nnx(make_model(config, RematConfig()), next_token_loss(LossConfig()))
+    optimizer = make_optimizer(OptimizerConfig(decay_steps=10 * args.num_pairs + 200))
+    mesh = make_mesh(MeshConfig())
+    factory = StateFactory(
+        model, optimizer, precision=make_precision(PrecisionConfig())
+    )
+    key = make_key(TrainConfig())
+    shardings = plan_state_shardings(
+        factory.plan_shapes(key), mesh=mesh, axes=model.axes
+    )
+    state = factory.init_state(key, shardings=shardings)
+    tokens = np.random.default_rng(0).integers(
+        config.vocab_size, size=(args.global_batch, args.seq_len + 1), dtype=np.int32
+    )
+    rows = {"inputs": tokens[:, :-1].copy(), "targets": tokens[:, 1:].copy()}
+    batch, control = put_batch(rows, sharding=batch_sharding(mesh))
+    secs = time_rounds(
+        {
+            "hand": start_hand(model, optimizer, state=state, batch=batch),
+            "built": start_built(
+                model, optimizer, state=state, batch=batch, control=control
+            ),
+            "again": start_hand(model, optimizer, state=state, batch=batch),
+        },
+        num_rounds=args.num_pairs,
+    )
+    print(f"hand-written step: {1e3 * np.median(secs['hand']):.2f} ms (median)")
+    return {
+        "built / hand": summarise_ratio(secs["built"], secs["hand"]),
+        "hand / hand": summarise_ratio(secs["again"], secs["hand"]),
+    }
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    sizes = {"num-pairs": 200, "width": 128, "num-layers": 2, "num-heads": 4}
+    sizes |= {"global-batch": 16, "seq-len": 128}
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> None:
+    """Prints each ratio with its interval."""
+    args = parse_args(argv)
+    for name, (ratio, low, high) in run(args).items():
+        print(
+            f"{name}: {ratio:.4f}, 95 % interval {low:.4f} to {high:.4f}, "
+            f"{args.num_pairs} pairs"
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
