@@ -44,7 +44,7 @@ class SupervisorLink:
             os.set_inheritable(fd, False)
         # A slow supervisor must not stall a step.
         os.set_blocking(event_fd, False)
-        self._forked_by_main = False
+        self._forking_pid = 0
         os.register_at_fork(
             before=self._see_who_forks, after_in_child=self._let_child_go
         )
@@ -103,13 +103,17 @@ class SupervisorLink:
             self._event_fd = -1
 
     def _see_who_forks(self) -> None:
-        self._forked_by_main = threading.current_thread() is threading.main_thread()
+        # "Parent" means the thread that forks: any but the main one may end sooner
+        # than the process, and then it must not take the child with it.
+        is_main = threading.current_thread() is threading.main_thread()
+        self._forking_pid = os.getpid() if is_main else 0
 
     def _let_child_go(self) -> None:
         """A forked child speaks for nobody, keeps no lock alive, outlives nobody."""
-        # "Parent" means the thread that forked: any but the main one may end sooner.
-        if self._forked_by_main:
+        if self._forking_pid:
             _die_with_parent()
+            if os.getppid() != self._forking_pid:  # It died before that line.
+                os._exit(1)
         # The lock may have been held by a thread that does not exist here.
         self._lock = threading.Lock()
         self._event_fd = -1
