@@ -38,8 +38,10 @@ PLANS = [
     "offload(hidden)",
     "0-2:full,3-5:dots",  # two scans
     "0:full,1:none,2:full,3:none,4:full,5:none",  # one scan over blocks of two
-    "0-4:full,5:names(hidden)",  # the last layer stands alone
+    "0-1:none,2-3:offload(hidden),4-5:full",  # three
 ]
+# Its last layer stands alone, outside any loop: the compiler may fuse it otherwise.
+LONE = "0-4:full,5:names(hidden)"
 
 
 def _layer(x, layer):
@@ -61,7 +63,10 @@ def _loss(w, *, text, scan):
     if scan:
         x, outputs = scan_layers(_layer, x, stack=stack, plan=plan)
     else:
-        layers = [jax.tree.map(lambda leaf: leaf[i], stack) for i in range(NUM_LAYERS)]
+        layers = [
+            dict(zip(stack, row, strict=True))
+            for row in zip(*stack.values(), strict=True)
+        ]
         x, outputs = apply_layers(_layer, x, layers=layers, plan=plan)
         outputs = jax.tree.map(lambda *rows: jnp.stack(rows), *outputs)
     return jnp.sum(x * x) + outputs["power"] @ jnp.arange(1.0, NUM_LAYERS + 1), outputs
@@ -83,13 +88,32 @@ def test_no_plan_changes_a_bit(text, scan):
 
 
 @pytest.mark.device
-@pytest.mark.parametrize("text", PLANS)
+@pytest.mark.parametrize("text", [*PLANS, LONE])
 def test_scan_equals_loop(text):
     w = _stack()["w"]
     loss, outputs = _loss(w, text=text, scan=True)
     loss_loop, outputs_loop = _loss(w, text=text, scan=False)
     np.testing.assert_allclose(loss, loss_loop, rtol=1e-6)
     np.testing.assert_allclose(outputs["power"], outputs_loop["power"], rtol=1e-6)
+
+
+@pytest.mark.device
+def test_a_layer_alone_is_not_in_a_scan():
+    """There a scan of one trip would be unrolled, and its remat merged away."""
+    text = str(
+        jax.make_jaxpr(jax.grad(lambda w: _loss(w, text=LONE, scan=True)[0]))(
+            _stack()["w"]
+        )
+    )
+    assert "prevent_cse=True" in text
+    assert "prevent_cse=False" in text
+    alone = jax.jit(jax.grad(_loss, has_aux=True), static_argnames=("text", "scan"))
+    np.testing.assert_allclose(
+        alone(_stack()["w"], text=LONE, scan=True)[0],
+        alone(_stack()["w"], text="none", scan=True)[0],
+        rtol=1e-5,
+        atol=1e-6,
+    )
 
 
 @pytest.mark.device
@@ -103,7 +127,16 @@ def test_a_loop_takes_layers_that_differ():
 
 
 @pytest.mark.device
-def test_plan_and_layers_must_match():
-    plan = parse_plan("full", 3)
+@pytest.mark.parametrize("text", ["full", "0-1:full,2:dots"])
+def test_plan_and_layers_must_match(text):
+    plan = parse_plan(text, 3)
+    layers = [jnp.ones((2, 2))] * 2
     with pytest.raises(ValueError, match="zip"):
-        apply_layers(_layer, jnp.ones(()), layers=[1, 2], plan=plan)
+        apply_layers(lambda x, w: (x @ w, None), jnp.ones(2), layers=layers, plan=plan)
+    with pytest.raises((ValueError, TypeError)):
+        scan_layers(
+            lambda x, w: (x @ w, None),
+            jnp.ones(2),
+            stack=jnp.ones((4, 2, 2)),
+            plan=plan,
+        )
