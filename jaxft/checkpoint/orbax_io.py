@@ -13,10 +13,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import inspect
+import logging
 import os
 import pathlib
 import shutil
 import stat
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -330,6 +333,32 @@ def _read_part(
     values = _restore(path, record, part)
     for name, request in part.items():
         leaves.decode(values.pop(name, None), request)
+
+
+@contextlib.contextmanager
+def quiet_leftovers() -> Iterator[None]:
+    """Keeps what a failed read leaves behind from printing tracebacks of its own.
+
+    Orbax does not await the other reads of a failed one; when they are collected,
+    each tells about it on standard error. Collect them inside; a slow one may
+    still come later.
+    """
+
+    def tell(leftover: Any) -> None:
+        is_read = inspect.iscoroutine(leftover.object)
+        if not is_read and "loop is closed" not in str(leftover.exc_value):
+            before(leftover)
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return "never retrieved" not in record.getMessage()
+
+    before, sys.unraisablehook = sys.unraisablehook, tell
+    logging.getLogger("asyncio").addFilter(is_news)
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+        logging.getLogger("asyncio").removeFilter(is_news)
 
 
 def is_process_failure(error: BaseException) -> bool:

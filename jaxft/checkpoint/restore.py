@@ -13,6 +13,7 @@ of this process are errors that leave the store as it is.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import time
 from typing import Any
@@ -128,6 +129,16 @@ def _try_restore(
     path: str, target: PyTree, *, step: int, emit: records.Emit
 ) -> Restored | str:
     """The step, or why its folder is damaged."""
+    with orbax_io.quiet_leftovers():
+        outcome = _read(path, target, step=step, emit=emit)
+        if isinstance(outcome, str):
+            gc.collect()
+    return outcome
+
+
+def _read(
+    path: str, target: PyTree, *, step: int, emit: records.Emit
+) -> Restored | str:
     start = time.monotonic()
     try:
         record = layout.read_record(path)

@@ -3,6 +3,7 @@ import os
 import pathlib
 
 import pytest
+
 from jaxft import records
 from jaxft.checkpoint import layout
 

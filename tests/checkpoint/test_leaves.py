@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
 from jaxft.checkpoint import layout, leaves, manager
 
 pytestmark = pytest.mark.device

@@ -1,4 +1,5 @@
 import pytest
+
 from jaxft import config, records
 from jaxft.checkpoint import policies
 

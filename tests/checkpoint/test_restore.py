@@ -1,0 +1,203 @@
+"""What a start does with what it finds."""
+
+import os
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxft import records
+from jaxft.checkpoint import leaves, manager, restore
+
+pytestmark = [
+    pytest.mark.device,
+    # Reads that Orbax leaves behind when another one fails may end after the test.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+class Events(list):
+    def __call__(self, kind, /, **fields):
+        self.append((kind, fields))
+
+    def of(self, kind):
+        return [fields for name, fields in self if name == kind]
+
+
+def _state(step):
+    rng = np.random.default_rng(step)
+    return {
+        "w": jnp.asarray(rng.normal(size=(64, 8)).astype(np.float32)),
+        "zeros": jnp.zeros((32, 8)),
+        "n": np.arange(step, step + 5),
+        "text": f"step {step}",
+        "rng": jax.random.key(step),
+        "step": step,
+    }
+
+
+def _fill(root, *steps):
+    with manager.CheckpointManager(root, keep="last(99)") as checkpoints:
+        for step in steps:
+            assert checkpoints.save(step, _state(step), force=True)
+
+
+def _assert_is(restored, step):
+    assert restored.step == step
+    wanted = _state(step)
+    for name in ("w", "zeros", "n"):
+        assert np.array_equal(restored.state[name], wanted[name]), name
+    assert restored.state["text"] == wanted["text"]
+    assert jnp.all(
+        jax.random.key_data(restored.state["rng"]) == jax.random.key_data(wanted["rng"])
+    )
+
+
+def test_nothing_there_is_a_fresh_start(tmp_path):
+    events = Events()
+    assert restore.restore_newest(tmp_path / "no", _state(0), emit=events) is None
+    assert len(events.of("fresh_start")) == 1
+    assert not (tmp_path / "no").exists()
+
+
+def test_only_unfinished_steps_are_a_fresh_start_that_says_so(tmp_path):
+    (tmp_path / "5.orbax-checkpoint-tmp").mkdir()
+    (tmp_path / "6.orbax-checkpoint-tmp-sealed").mkdir()
+    events = Events()
+    assert restore.restore_newest(tmp_path, _state(0), emit=events) is None
+    assert "2 unfinished" in events.of("fresh_start")[0]["reason"]
+
+
+def test_a_foreign_folder_named_like_a_step_is_reported_and_left(tmp_path):
+    _fill(tmp_path, 100)
+    (tmp_path / "999").mkdir()
+    events = Events()
+    restored = restore.restore_newest(tmp_path, _state(0), emit=events)
+    _assert_is(restored, 100)
+    assert events.of("not_a_checkpoint")[0]["path"] == str(tmp_path / "999")
+    assert (tmp_path / "999").is_dir()
+    assert manager.CheckpointManager(tmp_path).latest() == 100
+
+
+def test_an_explicit_step_is_never_replaced(tmp_path):
+    _fill(tmp_path, 10, 20)
+    _assert_is(restore.restore_newest(tmp_path, _state(0), step=10), 10)
+    for root, step in ((tmp_path, 15), (tmp_path / "typo", 10)):
+        with pytest.raises(records.FaultError, match=f"step {step} is not in") as error:
+            restore.restore_newest(root, _state(0), step=step)
+        assert error.value.fault.exit_code == 66
+    shutil.rmtree(tmp_path / "10" / "state" / "d")
+    shutil.rmtree(tmp_path / "10" / "state" / "ocdbt.process_0")
+    with pytest.raises(records.FaultError, match=r"step 10 .* cannot be read"):
+        restore.restore_newest(tmp_path, _state(0), step=10)
+    assert (tmp_path / "10").is_dir()
+
+
+def test_an_unreadable_root_is_neither_empty_nor_damaged(tmp_path):
+    (tmp_path / "root").write_text("a file")
+    with pytest.raises(NotADirectoryError):
+        restore.restore_newest(tmp_path / "root", _state(0))
+
+
+def _files(folder):
+    return sorted(
+        os.path.relpath(os.path.join(where, file), folder)
+        for where, _, files in os.walk(folder)
+        for file in files
+    )
+
+
+@pytest.mark.parametrize("damage", ["delete", "truncate", "empty"])
+def test_damage_of_any_one_file_falls_back_and_is_never_a_wrong_value(
+    tmp_path, damage, full
+):
+    _fill(tmp_path / "good", 10, 20)
+    names = _files(tmp_path / "good/20")
+    fallbacks = 0
+    for name in names:
+        root = tmp_path / "root"
+        shutil.copytree(tmp_path / "good", root)
+        victim = root / "20" / name
+        victim.chmod(0o644)
+        if damage == "delete":
+            victim.unlink()
+        else:
+            size = victim.stat().st_size
+            os.truncate(victim, size // 2 if damage == "truncate" else 0)
+        events = Events()
+        restored = restore.restore_newest(root, _state(0), emit=events)
+        if restored.step == 20:
+            _assert_is(restored, 20)
+        else:
+            fallbacks += 1
+            _assert_is(restored, 10)
+            (event,) = events.of("quarantine")
+            assert event["step"] == 20
+            assert event["reason"]
+            assert event["path"] == str(root / "20.quarantined-1")
+            assert os.path.isdir(event["path"])
+            # The next start goes the same way without a word.
+            _assert_is(restore.restore_newest(root, _state(0)), 10)
+        shutil.rmtree(root)
+    assert fallbacks >= 6
+
+
+def test_a_folder_is_gone(tmp_path):
+    _fill(tmp_path, 10, 20)
+    shutil.rmtree(tmp_path / "20" / "state")
+    _assert_is(restore.restore_newest(tmp_path, _state(0)), 10)
+    assert (tmp_path / "20.quarantined-1").is_dir()
+
+
+def test_a_step_under_another_name_is_damage(tmp_path):
+    _fill(tmp_path, 10)
+    shutil.copytree(tmp_path / "10", tmp_path / "30")
+    events = Events()
+    _assert_is(restore.restore_newest(tmp_path, _state(0), emit=events), 10)
+    assert events.of("quarantine")[0]["reason"] == "it says that it is step 10"
+
+
+def test_none_left_is_an_error_and_stays_one(tmp_path):
+    _fill(tmp_path, 10, 20)
+    for step in (10, 20):
+        (tmp_path / str(step) / "run" / "metadata").unlink()
+    for _ in range(2):
+        with pytest.raises(records.FaultError, match="no readable step") as error:
+            restore.restore_newest(tmp_path, _state(0))
+        assert error.value.fault.exit_code == 66
+    assert sorted(os.listdir(tmp_path)) == ["10.quarantined-1", "20.quarantined-1"]
+
+
+def test_a_newer_format_stops_and_leaves_everything(tmp_path):
+    _fill(tmp_path, 10, 20)
+    record = tmp_path / "20/run/metadata"
+    text = record.read_text().replace('"version": 1', '"version": 2')
+    record.chmod(0o644)
+    record.write_text(text)
+    with pytest.raises(records.FaultError, match="jaxft-checkpoint 2"):
+        restore.restore_newest(tmp_path, _state(0))
+    assert sorted(os.listdir(tmp_path)) == ["10", "20"]
+
+
+def test_a_target_that_differs_never_quarantines(tmp_path):
+    _fill(tmp_path, 10, 20)
+    with pytest.raises(
+        leaves.TargetMismatchError, match="extra: not in the checkpoint"
+    ):
+        restore.restore_newest(tmp_path, _state(0) | {"extra": 1})
+    assert sorted(os.listdir(tmp_path)) == ["10", "20"]
+
+
+def test_a_failure_that_is_not_the_files_never_quarantines(tmp_path, monkeypatch):
+    """The same bytes can be read without the target: so they are not at fault."""
+    _fill(tmp_path, 10, 20)
+
+    def fail(*args, **kwargs):
+        raise ValueError("devices are gone")
+
+    monkeypatch.setattr(restore.orbax_io, "read_state", fail)
+    with pytest.raises(ValueError, match="devices are gone"):
+        restore.restore_newest(tmp_path, _state(0))
+    assert sorted(os.listdir(tmp_path)) == ["10", "20"]
