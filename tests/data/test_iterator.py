@@ -142,19 +142,21 @@ def test_seek_while_every_thread_is_inside_a_read():
             entered.release()
             assert release.wait(10)
 
-    with iterate(Numbers(block_early), num_threads=2, prefetch=2) as iterator:
+    batches = Numbers(block_early)
+    with iterate(batches, num_threads=2, prefetch=2) as iterator:
         assert entered.acquire(timeout=10)
         assert entered.acquire(timeout=10)
         start = time.monotonic()
-        iterator.seek(50, skipped=[(50, 52)])
+        # The same steps, but other batches: 0 and 1 are in the readers' hands.
+        iterator.seek(0, skipped=[(0, 50)])
         assert time.monotonic() - start < 1
-        assert iterator.step == 50
-        # The reads of the old position end now; what they bring is dropped.
         release.set()
-        assert take(iterator, 3) == [52, 53, 54]
-        iterator.seek(0)
-        assert take(iterator, 2) == [0, 1]
-        assert iterator.skipped == ((50, 52),)
+        wait_until(lambda: len(batches.done) == 4)
+        assert take(iterator, 3) == [50, 51, 52]
+        iterator.seek(100)
+        assert iterator.step == 100
+        assert take(iterator, 2) == [150, 151]
+        assert iterator.skipped == ((0, 50),)
 
 
 def test_seek_refuses_negative_steps_and_stays():

@@ -361,7 +361,7 @@ class Custom(Rows):
         (lambda i: {}, "must be a dict of arrays"),
         (lambda i: {"text": np.array("a\nb")}, "'text' of row 0 has dtype <U3"),
         (lambda i: {"x": np.array([None])}, "dtype object"),
-        (lambda i: {"x": np.random.default_rng().random(4)}, "read twice"),
+        (lambda i: {"a": i, "x": np.random.default_rng().random(4)}, "read twice"),
     ],
 )
 def test_a_source_that_cannot_be_resumed_is_refused_at_the_start(make_row, problem):

@@ -224,7 +224,7 @@ def change_content(folder):
 
 
 def rename_file(folder):
-    os.rename(folder / "07.txt", folder / "7.txt")
+    os.rename(folder / "07.txt", folder / "07a.txt")
 
 
 def add_file(folder):
@@ -233,11 +233,13 @@ def add_file(folder):
 
 @pytest.mark.parametrize("change", [change_content, rename_file, add_file])
 def test_fingerprint_sees_every_change_of_the_corpus(texts, change):
-    before = make_sources(text_config(texts, holdout_fraction=0.1))
+    configs = [text_config(texts, holdout_fraction=share) for share in (0.0, 0.1)]
+    before = [make_sources(config) for config in configs]
     change(texts)
-    after = make_sources(text_config(texts, holdout_fraction=0.1))
-    assert after.train.fingerprint != before.train.fingerprint
-    assert after.heldout.fingerprint != before.heldout.fingerprint
+    after = [make_sources(config) for config in configs]
+    for one, two in zip(before, after, strict=True):
+        assert one.train.fingerprint != two.train.fingerprint
+    assert before[1].heldout.fingerprint != after[1].heldout.fingerprint
 
 
 @pytest.mark.parametrize("change", [{"seq_len": 4}, {"holdout_fraction": 0.2}])
