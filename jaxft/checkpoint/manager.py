@@ -260,7 +260,9 @@ class CheckpointManager:
                 self._flight = None
             if fault is None:
                 self._last_committed = max(flight.step, self._last_committed or 0)
-                if self._failure is not None and self._failure.step <= flight.step:
+                # Made good; but not by one that comes late, unless it is its own.
+                failed_step = -1 if self._failure is None else self._failure.step
+                if not was_given_up or failed_step == flight.step:
                     self._failure, self._failure_is_news = None, False
             elif not was_given_up:
                 self._failure, self._failure_is_news = fault, True
