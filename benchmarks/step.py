@@ -1,15 +1,15 @@
 """What the built step costs over a step written by hand, as ratios of pairs.
 
 Command:   python benchmarks/step.py [--num-pairs=200] [--width=128] ...
-Hardware:  any; the numbers in the README are of two CPU cores
-Time:      about a minute
+Hardware:  any; one device
+Time:      two minutes on two quiet CPU cores
 Expected:  an interval of built / hand that reaches below 1.02
 
 The hand-written step has the same model, loss, clipping and AdamW, is jitted and
 donates its state, and knows nothing of guards, control words, key folding, metrics
 or shardings. A round times one step of each contestant, in random order, on the
-same batch; the hand-written step against itself is the A/A comparison, so that the noise
-of the machine stands beside every ratio.
+same batch; the hand-written step against itself is the A/A comparison: the noise of
+the machine stands beside every ratio.
 """
 
 from __future__ import annotations
