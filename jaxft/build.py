@@ -8,6 +8,7 @@ whatever cannot work is found before the run touches anything.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import os
 import pathlib
@@ -21,7 +22,7 @@ import optax
 
 from jaxft import config as configs
 from jaxft.checkpoint.manager import CheckpointManager
-from jaxft.config import Config, ConfigError
+from jaxft.config import CheckpointConfig, Config, ConfigError
 from jaxft.data.iterator import BatchIterator
 from jaxft.data.pipeline import Pipeline, heldout_batches
 from jaxft.data.sources import Sources
@@ -32,8 +33,9 @@ from jaxft.parallel.precision import make_precision
 from jaxft.parallel.sharding import (
     batch_sharding,
     check_batch,
+    explain,
     local_rows,
-    plan_state_shardings,
+    plan_state_placements,
     put_batch,
 )
 from jaxft.records import Emit
@@ -52,6 +54,7 @@ class Parts:
         config: resolved and locked.
         mesh: where the run lives.
         factory, key, shardings: make the first state.
+        placements: why each leaf is where it is.
         target: the state as `ShapeDtypeStruct` with shardings.
         train_step: jitted (state, batch, control) -> (state, output).
         eval_step: jitted (state, batch) -> sums.
@@ -69,6 +72,7 @@ class Parts:
     factory: StateFactory
     key: jax.Array
     shardings: TrainState
+    placements: TrainState
     target: TrainState
     train_step: jax.stages.Wrapped
     eval_step: Callable[[TrainState, Batch], Sums]
@@ -84,6 +88,10 @@ class Parts:
         """The state at step 0, born sharded."""
         return self.factory.init_state(self.key, shardings=self.shardings)
 
+    def explain(self) -> str:
+        """A table of every leaf: shape, spec, bytes per device, why."""
+        return explain(self.target, self.placements)
+
     def num_params(self) -> int:
         """Elements of all parameters."""
         return sum(int(np.prod(x.shape)) for x in jax.tree.leaves(self.target.params))
@@ -94,6 +102,7 @@ def build(
     *,
     workdir: str | os.PathLike[str],
     emit: Emit,
+    poll: Callable[[], None] = lambda: None,
     devices: Sequence[jax.Device] | None = None,
 ) -> Parts:
     """Builds a run from a resolved, locked config.
@@ -102,6 +111,7 @@ def build(
         config: the run as data.
         workdir: its folder; only named here, not touched.
         emit: where the parts report to.
+        poll: called while the loop waits for input; it may raise.
         devices: the devices to use; all of them when left out.
 
     Raises:
@@ -118,30 +128,23 @@ def build(
     rows_sharding = batch_sharding(mesh, config=config.sharding)
     rows = local_rows(rows_sharding, config.data.global_batch)
     sources = _sources(config)
+    _check_vocabulary(sources, config)
     pipeline = Pipeline(sources.train, config=config.data, rows=rows)
     model = _model(config, example=_batch_shapes(sources, config.data.global_batch))
-    optimizer = _call(config.optimizer.factory, "optimizer.factory", config.optimizer)
-    if not isinstance(optimizer, optax.GradientTransformation):
-        raise ConfigError(
-            "optimizer.factory",
-            f"{config.optimizer.factory} returned {type(optimizer).__name__}, "
-            "not an optax.GradientTransformation",
-        )
+    optimizer = _optimizer(config)
     factory = StateFactory(model, optimizer, precision=precision)
     key = make_key(config.train)
     shapes = _checked("model.factory", config.model.factory, factory.plan_shapes, key)
-    shardings = plan_state_shardings(
+    placements = plan_state_placements(
         shapes, mesh=mesh, config=config.sharding, axes=model.axes
     )
-
-    def place(batch: HostBatch, control: int = 0) -> tuple[Batch, jax.Array]:
-        return put_batch(batch, sharding=rows_sharding, control=control)
-
+    shardings = jax.tree.map(lambda placement: placement.sharding, placements)
     return Parts(
         config=config,
         mesh=mesh,
         factory=factory,
         key=key,
+        placements=placements,
         shardings=shardings,
         target=abstract_state(shapes, shardings=shardings),
         train_step=make_train_step(
@@ -156,20 +159,15 @@ def build(
             pipeline,
             num_threads=config.data.num_threads,
             prefetch=config.data.prefetch,
+            poll=poll,
         ),
         heldout=_heldout(sources, config, rows=rows),
         example={
             name: np.zeros((len(rows), *row.shape), row.dtype)
             for name, row in _row_shapes(sources).items()
         },
-        place=place,
-        manager=CheckpointManager(
-            pathlib.Path(workdir) / "checkpoints",
-            save=config.checkpoint.save,
-            keep=config.checkpoint.keep,
-            timeout_secs=config.checkpoint.timeout_secs,
-            emit=emit,
-        ),
+        place=functools.partial(put_batch, sharding=rows_sharding),
+        manager=_manager(config.checkpoint, workdir=workdir, emit=emit),
         facts=_facts(config, mesh=mesh, pipeline=pipeline),
         items=_items(sources, config.data.global_batch),
     )
@@ -228,6 +226,17 @@ def _sources(config: Config) -> Sources:
     return made
 
 
+def _check_vocabulary(sources: Sources, config: Config) -> None:
+    """An id beyond the vocabulary would train without an error, on nonsense."""
+    top = getattr(sources.train, "max_token", None)
+    if top is not None and top >= config.model.vocab_size:
+        raise ConfigError(
+            "model.vocab_size",
+            f"is {config.model.vocab_size}, but the corpus holds token id {top}: "
+            f"set at least {top + 1}",
+        )
+
+
 def _model(config: Config, *, example: Mapping[str, jax.ShapeDtypeStruct]) -> Model:
     made = _call(config.model.factory, "model.factory", config.model, config.remat)
     loss = None
@@ -237,6 +246,30 @@ def _model(config: Config, *, example: Mapping[str, jax.ShapeDtypeStruct]) -> Mo
         "model.factory",
         config.model.factory,
         lambda: to_model(made, loss, example=example),
+    )
+
+
+def _optimizer(config: Config) -> optax.GradientTransformation:
+    name = config.optimizer.factory
+    made = _call(name, "optimizer.factory", config.optimizer)
+    if not isinstance(made, optax.GradientTransformation):
+        raise ConfigError(
+            "optimizer.factory",
+            f"{name} returned {type(made).__name__}, "
+            "not an optax.GradientTransformation",
+        )
+    return made
+
+
+def _manager(
+    config: CheckpointConfig, *, workdir: str | os.PathLike[str], emit: Emit
+) -> CheckpointManager:
+    return CheckpointManager(
+        pathlib.Path(workdir) / "checkpoints",
+        save=config.save,
+        keep=config.keep,
+        timeout_secs=config.timeout_secs,
+        emit=emit,
     )
 
 

@@ -47,6 +47,10 @@ class Ending(enum.StrEnum):
     STOPPED = "stopped"
 
 
+class StopWhileWaiting(Exception):  # noqa: N818 (a wish, not an error)
+    """A stop was requested while the loop waited for input; nothing was drawn."""
+
+
 class Loop:
     """One pass of training over the parts of a run.
 
@@ -95,6 +99,7 @@ class Loop:
         num_steps = parts.config.train.num_steps
         control = Control.NOTHING
         self._emit("phase", name="train")
+        self._meter.start()
         while True:
             if control & Control.STOP or self._stops.urgent:
                 return self._leave(state, pending)
@@ -104,7 +109,10 @@ class Loop:
                 break
             if control & Control.SAVE or parts.manager.should_save(self.step):
                 self._save(state)
-            batch = next(parts.iterator)
+            try:
+                batch = next(parts.iterator)
+            except StopWhileWaiting:
+                return self._leave(state, pending)
             placed, word = parts.place(batch, control=self._own_bits())
             state, output = self._step_fn(state, placed, word)
             self.step += 1
@@ -188,6 +196,7 @@ class Loop:
         self._emit("phase", name="train")
 
     def _save(self, state: TrainState, *, force: bool = False) -> bool:
+        assert self._parts.iterator.step == self.step, "a batch was drawn too early"
         metrics = self._evaluation if self._evaluated == self.step else None
         return self._parts.manager.save(
             self.step,

@@ -191,4 +191,9 @@ def _summarize(workdir: pathlib.Path, *, since: float, reason: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: a background thread that still sits in C++ code (storage that never
+    # answers) would abort the interpreter's end, and so change the exit code.
+    os._exit(status)

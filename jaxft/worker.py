@@ -25,11 +25,11 @@ from jaxft.config import Config, ConfigError, ResumeMode
 from jaxft.events import EventLog, read_events
 from jaxft.faults.exceptions import fault_of
 from jaxft.faults.preemption import StopRequests
-from jaxft.loop import Ending, Loop
+from jaxft.loop import Ending, Loop, StopWhileWaiting
 from jaxft.metrics.report import closing_summary
 from jaxft.metrics.writers import ProgressLine
 from jaxft.parallel.compile_cache import CompileCache
-from jaxft.records import Fault, FaultError, FaultKind
+from jaxft.records import FaultError
 from jaxft.recovery.resume import check_resume
 from jaxft.recovery.workdir import WorkdirLock
 from jaxft.types import TrainState
@@ -112,7 +112,12 @@ class Worker:
         self._log("start", attempt=self._attempt, argv=sys.argv)
         parts = None
         try:
-            parts = build(self._config, workdir=self._workdir, emit=self._log)
+            parts = build(
+                self._config,
+                workdir=self._workdir,
+                emit=self._log,
+                poll=self._poll_while_waiting,
+            )
             self._preflight(parts)
             self._enter(parts)
             state, ending = self._train(parts)
@@ -150,12 +155,8 @@ class Worker:
                 "choose another workdir",
             )
         if mode is ResumeMode.REQUIRED and newest is None:
-            raise FaultError(
-                Fault(
-                    kind=FaultKind.NO_CHECKPOINT,
-                    evidence="config.resume.mode: required, but "
-                    f"{parts.manager.root} holds no checkpoint",
-                )
+            raise ConfigError(
+                "resume.mode", f"required, but {parts.manager.root} holds no checkpoint"
             )
         if newest is None:
             return
@@ -212,7 +213,7 @@ class Worker:
     def _first_state(
         self, parts: Parts, progress: ProgressLine
     ) -> tuple[TrainState, int, int]:
-        """The newest good state, or that of step 0; its label; where it was evaluated."""
+        """The newest good state or that of step 0, its label, the evaluated step."""
         self._log("phase", name="restore")
         restored = parts.manager.restore(parts.target)
         if restored is None:
@@ -222,7 +223,11 @@ class Worker:
         if changes:
             self._log("resume_changed", changes=changes)
             progress.note(f"resuming with other settings: {', '.join(changes)}")
-        parts.iterator.set_state(restored.data)
+        if any(name == "corpus" or name.startswith("data.") for name in changes):
+            # Allowed by name: the place in the order stays, the order is another.
+            parts.iterator.seek(restored.step, skipped=restored.data["skipped"])
+        else:
+            parts.iterator.set_state(restored.data)
         progress.note(f"resuming at step {restored.step} from {restored.path}")
         evaluated = restored.step if restored.metrics else -1
         return restored.state, restored.step, evaluated
@@ -238,6 +243,11 @@ class Worker:
             cached=self._cache.num_hits > hits,
         )
         return step_fn
+
+    def _poll_while_waiting(self) -> None:
+        # Alone, a process may leave by itself; several must agree in a step.
+        if self._loop and jax.process_count() == 1 and self._stops.poll() is not None:
+            raise StopWhileWaiting
 
     def _finish_save(self, parts: Parts | None) -> None:
         """Lets a save in flight end well although the run does not."""

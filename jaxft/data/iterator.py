@@ -10,6 +10,7 @@ arithmetic (`batch_index`), so a position costs nothing to save and nothing to r
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import functools
 import importlib.metadata
@@ -132,6 +133,8 @@ class BatchIterator:
         ]
         for thread in self._threads:
             thread.start()
+        # A thread inside C++ code while the interpreter ends would abort the process.
+        atexit.register(self.close)
 
     @property
     def step(self) -> int:
@@ -270,6 +273,7 @@ class BatchIterator:
         deadline = time.monotonic() + _JOIN_SECS
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+        atexit.unregister(self.close)
 
     def __enter__(self) -> BatchIterator:
         return self

@@ -283,7 +283,7 @@ _entered: list[StopRequests] = []
 
 
 def _restore_in_child() -> None:
-    """Else `Process.terminate` would not end a forked child, and its signals wake us."""
+    """Else `Process.terminate` would not end a forked child: its signals wake us."""
     for requests in reversed(_entered):
         requests._uninstall()
         requests._entered = False

@@ -16,23 +16,25 @@ from typing import Any
 class StepMeter:
     """Collects finished steps and gives out one record for many.
 
+    The first step is given out at once: it proves that the run moves.
+
     Args:
-        min_secs: a record covers at least this much time, unless it is forced.
+        min_secs: a later record covers at least this much time, unless it is forced.
         clock: monotonic seconds.
     """
 
     min_secs: float
     clock: Callable[[], float] = time.monotonic
     _first_step: int = -1
-    _started: float = -1.0
+    _started: float = 0.0
     _data_secs: float = 0.0
     _num_skipped: int = 0
     _last: dict[str, Any] | None = None
+    _is_first: bool = True
 
-    def restart(self) -> None:
-        """Time from here on belongs to the next step (after a save or evaluation)."""
-        if self._last is None:
-            self._started = self.clock()
+    def start(self) -> None:
+        """Time from here on belongs to the next step."""
+        self._started = self.clock()
 
     def observe(
         self, step: int, metrics: Mapping[str, float], *, finite: bool, data_secs: float
@@ -40,8 +42,6 @@ class StepMeter:
         """One step is finished; `step` counts it."""
         if self._last is None:
             self._first_step = step
-            if self._started < 0:
-                self._started = self.clock()
         self._data_secs += data_secs
         self._num_skipped += not finite
         self._last = {"step": step, "metrics": dict(metrics)}
@@ -52,8 +52,9 @@ class StepMeter:
             return None
         now = self.clock()
         secs = now - self._started
-        if secs < self.min_secs and not force:
+        if secs < self.min_secs and not force and not self._is_first:
             return None
+        self._is_first = False
         record = self._last | {
             "first_step": self._first_step,
             "secs": secs,

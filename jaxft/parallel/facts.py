@@ -13,6 +13,8 @@ from typing import Any
 
 import jax
 
+from jaxft.parallel.mesh import describe_mesh
+
 _PACKAGES = ("jax", "jaxlib", "flax", "optax")
 _ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _JAX_SETTINGS = (
@@ -30,18 +32,16 @@ def collect_facts(mesh: jax.sharding.Mesh) -> dict[str, Any]:
     A resume that differs in one of them may give other numbers; it is refused
     unless `resume.allow` names it.
     """
-    device = mesh.devices.flat[0]
+    described = describe_mesh(mesh)
     facts: dict[str, Any] = {
         package: importlib.metadata.version(package) for package in _PACKAGES
     }
     facts |= {name: _without_outputs(os.environ.get(name, "")) for name in _ENVIRONMENT}
     # As text: some settings are enums, and their default is None.
     facts |= {name: str(getattr(jax.config, name, None)) for name in _JAX_SETTINGS}
-    facts["platform"] = device.platform
-    facts["device_kind"] = device.device_kind
-    facts["mesh"] = [f"{axis}={size}" for axis, size in mesh.shape.items()]
+    facts |= {f"mesh.{name}": value for name, value in described.items()}
     facts["num_processes"] = len({d.process_index for d in mesh.devices.flat})
-    if device.platform == "cpu":
+    if described["platform"] == "cpu":
         # Vector width decides the order of sums: another CPU, other last bits.
         facts["cpu"] = cpu_features()
     return facts

@@ -2,8 +2,8 @@
 
 World: host-only; it must start where JAX cannot and must not hold the accelerator.
 Floor: recovery. Read `jaxft/recovery/policy.py`, which decides, and
-`jaxft/recovery/worker_process.py` before this file and `jaxft/recovery/worker_link.py`, the
-worker's side of the pipes, after it.
+`jaxft/recovery/worker_process.py` before this file and
+`jaxft/recovery/worker_link.py`, the worker's side of the pipes, after it.
 
 One loop in one thread waits for three things: event lines from the worker, stop
 signals, the worker's death. The worker lives in a session of its own, so that a

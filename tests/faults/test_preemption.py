@@ -326,7 +326,7 @@ def stops(**options):
 
 
 def run(body: str, *signals: int, delay_secs: float = 0.05) -> tuple[int, str]:
-    """Runs a script in its own group; each signal goes to the group when it is ready."""
+    """Runs a script in its own group; each signal goes to that when it is ready."""
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT + textwrap.dedent(body)],
         stdout=subprocess.PIPE,

@@ -1,0 +1,176 @@
+"""Runs the real command in real processes, breaks it, and compares bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxft.events import read_events
+
+REPO = pathlib.Path(__file__).parents[2]
+
+# The demo, small: the same code in every part, about ten milliseconds a step.
+SMALL = {
+    "model.width": 32,
+    "model.num_layers": 2,
+    "model.num_heads": 2,
+    "data.seq_len": 32,
+    "data.global_batch": 8,
+    "optimizer.warmup_steps": 5,
+    "optimizer.decay_steps": 1000,
+    "train.num_steps": 60,
+    "eval.every_steps": 0,
+    "checkpoint.save": "steps(10)",
+    "supervisor.max_restarts": 100,
+    "log.event_secs": 0,
+}
+
+
+class Command:
+    """One `python -m jaxft.main` on one workdir."""
+
+    def __init__(self, workdir: pathlib.Path, settings: dict[str, Any]):
+        self.workdir = workdir
+        self.settings = SMALL | settings
+        self.process: subprocess.Popen[str] | None = None
+
+    def argv(self, *words: str) -> list[str]:
+        return [
+            *(sys.executable, "-m", "jaxft.main"),
+            f"--config={REPO / 'configs' / 'tiny_lm.py'}",
+            f"--workdir={self.workdir}",
+            *(f"--config.{path}={value}" for path, value in self.settings.items()),
+            *words,
+        ]
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        self.process = subprocess.Popen(
+            self.argv(*words),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(),
+            start_new_session=True,
+        )
+        return self.process
+
+    def finish(self, *, timeout_secs: float = 90.0) -> tuple[int, str, str]:
+        """Exit code, standard output and standard error of the started command."""
+        assert self.process is not None
+        out, err = self.process.communicate(timeout=timeout_secs)
+        return self.process.returncode, out, err
+
+    def run(self, *words: str, timeout_secs: float = 90.0) -> tuple[int, str, str]:
+        self.start(*words)
+        return self.finish(timeout_secs=timeout_secs)
+
+    def events(self, kind: str | None = None) -> list[dict[str, Any]]:
+        events = read_events(self.workdir / "events")
+        return [e for e in events if kind in (None, e["kind"])]
+
+    def wait_for(self, ready: Callable[[], Any], *, timeout_secs: float = 60.0) -> Any:
+        """Polls until `ready()` is true and returns what it gave."""
+        deadline = time.monotonic() + timeout_secs
+        while time.monotonic() < deadline:
+            if value := ready():
+                return value
+            if self.process is not None and self.process.poll() is not None:
+                pytest.fail(f"the command ended early: {self.finish()}")
+            time.sleep(0.002)
+        return pytest.fail(f"not within {timeout_secs} s: {ready}")
+
+    def kill_group(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.communicate()
+
+    def losses(self) -> dict[int, float]:
+        """Step -> loss; a step that ran twice must have given the same bits."""
+        losses: dict[int, float] = {}
+        for event in self.events("step"):
+            loss = event["metrics"]["loss"]
+            assert losses.setdefault(event["step"], loss) == loss, event
+        return losses
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Leaf path -> bytes of the committed state, read by an untouched Orbax."""
+        target = self.workdir / "checkpoints" / str(step) / "state"
+        code = (
+            "import sys, jax, numpy as np, orbax.checkpoint as ocp\n"
+            "tree = ocp.PyTreeCheckpointer().restore(sys.argv[1])\n"
+            "import json, hashlib\n"
+            "def bits(x):\n"
+            "    if hasattr(x, 'dtype') and "
+            "jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):\n"
+            "        x = jax.random.key_data(x)\n"
+            "    a = np.asarray(x)\n"
+            "    return [str(a.dtype), list(a.shape), "
+            "hashlib.sha256(a.tobytes()).hexdigest()]\n"
+            "leaves = jax.tree_util.tree_flatten_with_path(tree)[0]\n"
+            "print(json.dumps({jax.tree_util.keystr(p): bits(x) for p, x in leaves}))\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(target)],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=environment(),
+        )
+        return json.loads(done.stdout.splitlines()[-1])
+
+
+def environment() -> dict[str, str]:
+    """One CPU device, as on a newcomer's machine; this checkout first."""
+    left_out = ("JAX_NUM_CPU_DEVICES", "JAX_NUMPY_RANK_PROMOTION", "XLA_FLAGS")
+    kept = {k: v for k, v in os.environ.items() if k not in left_out}
+    return kept | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPO)}
+
+
+@pytest.fixture
+def command(tmp_path: pathlib.Path) -> Iterator[Callable[..., Command]]:
+    """Makes commands; whatever is still running at the end is killed."""
+    made: list[Command] = []
+
+    def make(name: str = "run", **settings: Any) -> Command:
+        plain = {path.replace("__", "."): value for path, value in settings.items()}
+        made.append(Command(tmp_path / name, plain))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.kill_group()
+        for event in one.events("launch"):
+            # A worker that outlived its supervisor would be a bug of its own.
+            assert not _is_alive(event["worker_pid"], one.workdir)
+
+
+def _is_alive(pid: int, workdir: pathlib.Path) -> bool:
+    try:
+        words = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+    return str(workdir).encode() in words
+
+
+@pytest.fixture
+def same() -> Callable[[Command, Command, int], None]:
+    """Asserts that two runs ended in the same bits."""
+
+    def check(run: Command, reference: Command, step: int) -> None:
+        assert run.state(step) == reference.state(step)
+        ours, theirs = run.losses(), reference.losses()
+        assert theirs == {s: theirs[s] for s in range(1, step + 1)}
+        assert {s: ours[s] for s in ours} == {s: theirs[s] for s in ours}
+        assert np.isfinite(list(theirs.values())).all()
+
+    return check

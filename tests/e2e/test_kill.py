@@ -1,0 +1,76 @@
+"""Killed anywhere, a run goes on by itself and ends with the same bits."""
+
+import os
+import random
+import signal
+import time
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+
+NUM_STEPS = 700
+
+
+def test_worker_killed_at_random_moments(command: Any, same: Any, full: bool) -> None:
+    kinds = ["start", "train", "save"] * 2
+    if full:
+        kinds = ["start"] * 5 + ["train"] * 8 + ["save"] * 7
+    rng = random.Random(20261130)
+    rng.shuffle(kinds)
+    reference = command("reference", train__num_steps=NUM_STEPS)
+    assert reference.run(timeout_secs=120)[0] == 0
+    run = command("killed", train__num_steps=NUM_STEPS)
+    run.start()
+    in_save = sum(kill(run, attempt, kind, rng) for attempt, kind in enumerate(kinds))
+    code, out, err = run.finish(timeout_secs=120)
+    assert code == 0, err
+    exits = [e for e in run.events("worker_exit") if e["status"] == -signal.SIGKILL]
+    assert len(exits) == len(kinds)
+    assert in_save >= (5 if full else 1)
+    assert f"restarts     {len(kinds)}" in out
+    same(run, reference, NUM_STEPS)
+
+
+def kill(run: Any, attempt: int, kind: str, rng: random.Random) -> bool:
+    """Kills the worker of this attempt; whether a save was in flight."""
+
+    def launched() -> Any:
+        return [e for e in run.events("launch") if e["attempt"] == attempt]
+
+    def mine(name: str) -> list[dict[str, Any]]:
+        return [e for e in run.events(name) if e["pid"] == pid]
+
+    if attempt == 0:
+        # The first worker's pid is in the history once its preflight is over.
+        run.wait_for(launched)
+    pid = run.wait_for(launched)[0]["worker_pid"]
+    if kind == "start":
+        time.sleep(rng.uniform(0.0, 2.5))
+    elif kind == "train":
+        run.wait_for(lambda: mine("step"))
+        time.sleep(rng.uniform(0.0, 0.3))
+    else:
+        run.wait_for(lambda: len(mine("save_start")) > len(mine("save_commit")))
+        time.sleep(rng.uniform(0.0, 0.02))
+    os.kill(pid, signal.SIGKILL)
+    run.wait_for(
+        lambda: [e for e in run.events("worker_exit") if e["worker_pid"] == pid]
+    )
+    return len(mine("save_start")) > len(mine("save_commit"))
+
+
+def test_supervisor_killed_and_started_again_at_once(command: Any, same: Any) -> None:
+    reference = command("reference", train__num_steps=200)
+    assert reference.run()[0] == 0
+    run = command("killed", train__num_steps=200)
+    for _ in range(3):
+        first = run.start()
+        seen = len(run.events("save_commit"))
+        run.wait_for(lambda seen=seen: len(run.events("save_commit")) > seen)
+        os.kill(first.pid, signal.SIGKILL)
+        first.communicate()
+    code, _, err = run.run()
+    assert code == 0, err
+    same(run, reference, 200)

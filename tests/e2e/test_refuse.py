@@ -1,0 +1,147 @@
+"""Bad input is one line and an exit code; the workdir stays as it was found."""
+
+import json
+import os
+import pathlib
+import shutil
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+
+def snapshot(folder: pathlib.Path) -> dict[str, bytes]:
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def refused(run: Any, expected: str) -> None:
+    before = snapshot(run.workdir) if run.workdir.exists() else None
+    status, out, err = run.run()
+    assert status == 78, (out, err)
+    lines = err.strip().splitlines()
+    assert len(lines) == 1, err
+    assert expected in lines[0], err
+    assert out == ""
+    after = snapshot(run.workdir) if run.workdir.exists() else None
+    assert after == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"model.factory": "no_such:thing"}, "config.model.factory: cannot import"),
+        ({"model.factory": "os:no_such"}, "config.model.factory: os has no function"),
+        ({"model.num_heads": 5}, "config.model.num_heads"),
+        ({"mesh.data": 3}, "config.mesh"),
+        ({"remat.plan": "half"}, "config.remat.plan"),
+        ({"checkpoint.save": "weekly"}, "config.checkpoint.save"),
+        ({"data.corpus": "text", "data.path": "/no/such/*.txt"}, "config.data.path"),
+        ({"precision.compute_dtype": "int7"}, "config.precision.compute_dtype"),
+        ({"sharding.logical_rules": "embed=moon"}, "config.sharding.logical_rules"),
+        ({"preemption.signals": "SIGNONE"}, "config.preemption.signals"),
+        ({"train.rng_impl": "dice"}, "config.train.rng_impl"),
+        ({"data.global_batch": 0}, "config.data.global_batch"),
+        ({"resume.mode": "required"}, "config.resume.mode: required"),
+    ],
+)
+def test_wrong_settings(command: Any, settings: dict[str, Any], expected: str) -> None:
+    run = command("refused")
+    run.settings |= settings
+    refused(run, expected)
+
+
+def test_resuming_with_other_settings(command: Any) -> None:
+    run = command("run", train__num_steps=20)
+    assert run.run()[0] == 0
+    run.settings |= {"optimizer.learning_rate": 0.5, "train.num_steps": 30}
+    refused(run, "optimizer.learning_rate: 0.003 -> 0.5")
+    run.settings |= {"resume.allow": "optimizer.*"}
+    code, _, err = run.run()
+    assert code == 0, err
+    (event,) = run.events("resume_changed")
+    assert event["changes"]["optimizer.learning_rate"] == [0.003, 0.5]
+    # Longer, other remat: no numbers change, no permission is needed.
+    run.settings |= {"train.num_steps": 40, "remat.plan": "full"}
+    code, _, err = run.run()
+    assert code == 0, err
+
+
+def test_resuming_over_another_corpus(command: Any, tmp_path: pathlib.Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be, that is the question\n" * 500)
+    run = command("run", train__num_steps=20, data__corpus="text", data__path=text)
+    assert run.run()[0] == 0
+    text.write_text("whether tis nobler in the mind to suffer\n" * 500)
+    run.settings["train.num_steps"] = 30
+    refused(run, "corpus")
+
+
+def test_a_second_start_is_refused_and_names_the_owner(command: Any) -> None:
+    run = command("run", train__num_steps=100_000)
+    process = run.start()
+    run.wait_for(lambda: run.events("step"))
+    second = command("run")
+    code, out, err = second.run()
+    assert code == 73, (out, err)
+    assert len(err.strip().splitlines()) == 1
+    assert f"process {process.pid} on" in err
+    assert run.process.poll() is None
+
+
+@pytest.mark.parametrize("damage", ["delete", "truncate", "record"])
+def test_a_bad_newest_step_leads_to_the_one_before(
+    command: Any, same: Any, damage: str
+) -> None:
+    reference = command("reference", train__num_steps=60)
+    assert reference.run()[0] == 0
+    run = command("run", train__num_steps=50)
+    assert run.run()[0] == 0
+    root = run.workdir / "checkpoints"
+    # A quick run may have skipped a save while the one before was in flight.
+    before = sorted(int(path.name) for path in root.iterdir())[-2]
+    step = root / "50"
+    files = sorted(p for p in (step / "state").rglob("*") if p.is_file())
+    largest = max(files, key=lambda path: path.stat().st_size)
+    if damage == "delete":
+        largest.unlink()
+    elif damage == "truncate":
+        largest.chmod(0o644)
+        os.truncate(largest, largest.stat().st_size // 2)
+    else:
+        record = step / "run" / "metadata"
+        record.chmod(0o644)
+        record.write_bytes(record.read_bytes()[:-20])
+    run.settings["train.num_steps"] = 60
+    code, out, err = run.run()
+    assert code == 0, err
+    assert "50.quarantined-" in out
+    assert len(list(run.workdir.glob("checkpoints/50.quarantined-*"))) == 1
+    assert run.events("restore")[-1]["step"] == before
+    same(run, reference, 60)
+
+
+def test_no_readable_step_is_66_and_nothing_is_lost(command: Any) -> None:
+    run = command("run", train__num_steps=30)
+    assert run.run()[0] == 0
+    root = run.workdir / "checkpoints"
+    steps = list(root.iterdir())
+    for step in steps:
+        shutil.rmtree(step / "state")
+    run.settings["train.num_steps"] = 40
+    code, out, err = run.run()
+    assert code == 66, (out, err)
+    assert "Traceback" not in err
+    assert len(list(root.glob("*.quarantined-*"))) == len(steps) >= 2
+    code, _, err = run.run()
+    assert code == 66, "never a silent fresh start"
+
+
+def test_config_json_is_the_resolved_config(command: Any) -> None:
+    run = command("run", train__num_steps=10)
+    assert run.run()[0] == 0
+    saved = json.loads((run.workdir / "config.json").read_text())
+    assert saved["train.num_steps"] == 10
+    # Not 0, which stands for "what model.num_heads is".
+    assert saved["model.num_kv_heads"] == 2
