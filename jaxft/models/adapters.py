@@ -51,12 +51,13 @@ def to_model(made: Any, loss: OutputLoss | None, *, example: Example) -> Model:
                 "loss.factory", "the model brings its own loss: set loss.factory=''"
             )
         return made
-    if isinstance(made, nnx.Module) or not callable(made):
+    is_linen = isinstance(made, nn.Module)
+    if isinstance(made, nnx.Module) or not (is_linen or callable(made)):
         what = f"a {type(made).__module__}.{type(made).__qualname__}"
         raise ConfigError("model.factory", f"returned {what}; accepted: {_ACCEPTED}")
     if loss is None:
         raise ConfigError("loss.factory", "is empty, and the model brings no loss")
-    if isinstance(made, nn.Module):
+    if is_linen:
         return from_linen(made, loss, example=example)
     return from_nnx(made, loss)
 
@@ -154,7 +155,8 @@ def from_nnx(
     `nnx.Param` variables are trained; every other variable (`nnx.BatchStat`) is the
     model's `extra`, updated in training. Random streams (`nnx.RngState`) are no part
     of the state: each step seeds all of them anew from its own key. The module is in
-    `train()` or `eval()` mode. Both trees are plain dicts; a list has int keys.
+    `train()` or `eval()` mode; if its `__call__` takes `train` or `deterministic`, it
+    is told as well. Both trees are plain dicts; a list has int keys.
 
     Args:
         build: makes the module. Flax places nothing meanwhile, mesh or no mesh.
@@ -199,8 +201,9 @@ def from_nnx(
             _seed_streams(rng_like, rng),
         )
         module = nnx.merge(graphdef, *states)
-        module.train() if train else module.eval()
-        sums = _checked(loss(module(*_pick(batch, inputs)), batch))
+        (module.train if train else module.eval)()
+        mode = _mode_argument(type(module).__call__)
+        sums = _checked(loss(module(*_pick(batch, inputs), **mode(train)), batch))
         if not train:
             return sums, extra
         return sums, nnx.to_pure_dict(_split_nnx(module)[1])

@@ -242,6 +242,23 @@ def test_what_a_call_sows_stays_out_of_the_state():
     assert extra == new == {}
 
 
+class Told(nnx.Module):
+    def __init__(self, rngs):
+        self.one = nnx.Param(jnp.ones(()))
+
+    def __call__(self, x, *, deterministic):
+        return x * self.one * (1 if deterministic else 2)
+
+
+def test_a_call_that_asks_for_the_mode_is_told():
+    model = from_nnx(Told, lambda outputs, batch: {"loss": (outputs.sum(), 1.0)})
+    variables = model.init(jax.random.key(0))
+    batch = {"inputs": np.ones(3, np.float32)}
+    for train, total in ((True, 6.0), (False, 3.0)):
+        sums, _ = model.loss(*variables, batch, jax.random.key(0), train=train)
+        assert float(sums["loss"][0]) == total
+
+
 class TwoDrops(nnx.Module):
     def __init__(self, rngs):
         self.one = nnx.Param(jnp.ones(()))
