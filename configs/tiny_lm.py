@@ -16,6 +16,7 @@ def get_config() -> Config:
     config.model.width = 128
     config.model.num_layers = 2
     config.model.num_heads = 4
+    config.remat.plan = "names(attn,up)"
     config.data.seq_len = 128
     config.data.global_batch = 16
     config.optimizer.warmup_steps = 20

@@ -1,0 +1,239 @@
+"""The order of operations at a step border, and when the loop ends."""
+
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxft.config import Config
+from jaxft.loop import Ending, Loop, StopWhileWaiting
+from jaxft.records import Control, Fault, FaultError, FaultKind
+from jaxft.types import StepOutput
+
+pytestmark = pytest.mark.device
+
+
+class Recorder:
+    """Parts that write down in which order they are used."""
+
+    def __init__(self, config: Config):
+        self.calls: list[Any] = []
+        self.drawn = 0
+        self.committed: list[int] = []
+        self.failure: FaultError | None = None
+        self.stop: str | None = None
+        self.urgent = False
+        self.finite = True
+        self.draw_error: Exception | None = None
+        self.parts: Any = types.SimpleNamespace(
+            config=config,
+            iterator=self,
+            manager=self,
+            heldout=({},),
+            place=self.place,
+            eval_step=self.evaluate,
+            facts={"jax": "x"},
+            items=("rows", 1),
+        )
+
+    # the iterator
+    @property
+    def step(self) -> int:
+        return self.drawn
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        if self.draw_error is not None:
+            raise self.draw_error
+        self.calls.append(("draw", self.drawn))
+        self.drawn += 1
+        return {}
+
+    def get_state(self) -> dict[str, int]:
+        return {"step": self.drawn}
+
+    def take_wait_secs(self) -> float:
+        return 0.0
+
+    # placement and step
+    def place(self, batch: Any, control: int = 0) -> tuple[Any, int]:
+        return batch, control
+
+    def step_fn(self, state: int, batch: Any, word: int) -> tuple[int, Any]:
+        self.calls.append(("step", state + 1))
+        return state + 1, Output(self, state + 1, word)
+
+    def evaluate(self, state: int, batch: Any) -> dict[str, Any]:
+        self.calls.append(("evaluate", state))
+        return {"loss": (np.float32(6), np.float32(2))}
+
+    # the manager
+    last_committed = None
+
+    def should_save(self, step: int) -> bool:
+        return step % 3 == 0 and step not in self.committed
+
+    def save(self, step: int, state: int, **content: Any) -> bool:
+        self.calls.append(("save", step, content["data"]["step"], content["metrics"]))
+        assert state == step
+        self.committed.append(step)
+        return True
+
+    def latest(self) -> int | None:
+        return max(self.committed, default=None)
+
+    def wait(self, timeout_secs: float | None = None) -> None:
+        self.calls.append("wait")
+
+    def error(self) -> FaultError | None:
+        return self.failure
+
+    # the stop requests
+    def poll(self) -> str | None:
+        return self.stop
+
+    def deadline_secs(self) -> float | None:
+        return 5.0
+
+    # the progress line
+    def update(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def loop(self, **kwargs: Any) -> Loop:
+        return Loop(
+            self.parts,
+            self.step_fn,
+            stops=self,
+            emit=lambda kind, **fields: None,
+            progress=self,
+            **kwargs,
+        )
+
+
+def Output(recorder: Recorder, step: int, word: int) -> StepOutput:
+    class Read:
+        """Notices when the host reads it."""
+
+        def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+            recorder.calls.append(("read", step))
+            return np.int32(word)
+
+    return StepOutput(
+        metrics={"loss": np.float32(1)},
+        finite=np.bool_(recorder.finite),
+        control=Read(),
+    )
+
+
+def config_of(num_steps: int, *, every: int = 0, max_nonfinite: int = 10) -> Config:
+    config = Config()
+    config.train.num_steps = num_steps
+    config.train.max_nonfinite = max_nonfinite
+    config.eval.every_steps = every
+    return config
+
+
+def test_order_at_every_border() -> None:
+    recorder = Recorder(config_of(4, every=3))
+    state, ending = recorder.loop().run(0)
+    assert (state, ending) == (4, Ending.FINISHED)
+    evaluated = {"loss": 3.0}
+    assert recorder.calls == [
+        ("evaluate", 0),
+        ("save", 0, 0, evaluated),
+        ("draw", 0),
+        ("step", 1),
+        ("draw", 1),
+        ("step", 2),
+        ("read", 1),
+        ("draw", 2),
+        ("step", 3),
+        ("read", 2),
+        # The border after step 3: evaluate, save before the next draw, draw, step,
+        # and only then read what step 3 gave.
+        ("evaluate", 3),
+        ("save", 3, 3, evaluated),
+        ("draw", 3),
+        ("step", 4),
+        ("read", 3),
+        ("evaluate", 4),
+        ("read", 4),
+        ("save", 4, 4, evaluated),
+        "wait",
+    ]
+
+
+def test_the_last_step_is_committed_once_whichever_rule_asked() -> None:
+    for num_steps in (1, 3, 5, 6):
+        recorder = Recorder(config_of(num_steps))
+        recorder.loop().run(0)
+        assert recorder.committed.count(num_steps) == 1
+        assert recorder.calls[-1] == "wait"
+
+
+def test_a_resumed_run_that_is_over_does_nothing() -> None:
+    recorder = Recorder(config_of(6))
+    recorder.drawn, recorder.committed = 6, [6]
+    assert recorder.loop(restored=6).run(6) == (6, Ending.FINISHED)
+    assert recorder.calls == ["wait"]
+
+
+def test_a_stop_takes_the_way_of_the_control_word() -> None:
+    recorder = Recorder(config_of(100))
+    recorder.stop = "SIGTERM"
+    state, ending = recorder.loop().run(0)
+    # In with the batch of step 1, read after step 2 was dispatched.
+    assert (state, ending) == (2, Ending.STOPPED)
+    assert recorder.calls[-3:] == [("read", 2), ("save", 2, 2, None), "wait"]
+
+
+def test_an_urgent_stop_saves_nothing() -> None:
+    recorder = Recorder(config_of(100))
+    recorder.stop, recorder.urgent = "SIGTERM", True
+    assert recorder.loop().run(0) == (0, Ending.STOPPED)
+    assert recorder.calls == []
+
+
+def test_a_stop_while_waiting_for_input_leaves_at_that_border() -> None:
+    recorder = Recorder(config_of(100))
+    recorder.drawn = 7
+    recorder.draw_error = StopWhileWaiting()
+    assert recorder.loop(restored=7).run(7) == (7, Ending.STOPPED)
+    assert recorder.calls == [("save", 7, 7, None), "wait"]
+
+
+def test_a_failed_save_reaches_the_loop_through_the_word() -> None:
+    recorder = Recorder(config_of(100))
+    fault = Fault(kind=FaultKind.SAVE_FAILED, step=0, evidence="disk full")
+    recorder.failure = FaultError(fault)
+    with pytest.raises(FaultError, match="disk full"):
+        recorder.loop().run(0)
+    assert recorder.calls[-1] == ("read", 1)
+
+
+def test_a_save_bit_saves_although_no_policy_asked() -> None:
+    recorder = Recorder(config_of(5))
+    original = recorder.place
+    recorder.parts.place = lambda batch, control=0: original(batch, Control.SAVE)
+    recorder.loop().run(0)
+    assert {2, 4} <= set(recorder.committed)
+
+
+def test_non_finite_steps_in_a_row_end_the_run() -> None:
+    recorder = Recorder(config_of(100, max_nonfinite=3))
+    recorder.finite = False
+    with pytest.raises(FaultError, match="steps 1 to 3") as error:
+        recorder.loop().run(0)
+    assert error.value.fault.exit_code == 65
+
+
+def test_a_batch_drawn_before_the_save_is_noticed() -> None:
+    recorder = Recorder(config_of(10))
+    recorder.drawn = 1
+    with pytest.raises(AssertionError, match="drawn too early"):
+        recorder.loop().run(0)
