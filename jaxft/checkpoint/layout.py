@@ -24,6 +24,7 @@ import math
 import os
 import pathlib
 import re
+import stat
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,7 @@ RECORD_FILE = "metadata"
 TMP_MARK = ".orbax-checkpoint-tmp"
 
 MAX_NAME_BYTES = 200
+_MAX_LOOKS = 100
 
 _STEP = re.compile(r"0|[1-9]\d*")
 _UNFINISHED = re.compile(rf"(0|[1-9]\d*){re.escape(TMP_MARK)}.*")
@@ -340,48 +342,63 @@ def discover(root: str | os.PathLike[str]) -> Discovery:
     Raises:
         OSError: `root` is there but cannot be read. An absent root is an empty one.
     """
-    try:
-        with os.scandir(root) as entries:
-            found = sorted(entries, key=lambda entry: entry.name)
-    except FileNotFoundError:
-        return Discovery()
+    found = Discovery()
+    for _ in range(_MAX_LOOKS):
+        try:
+            names = sorted(os.listdir(root))
+        except FileNotFoundError:
+            return Discovery()
+        found, is_steady = _sort(os.path.abspath(root), names)
+        # One listing can miss a step that is renamed while it goes on, and see the
+        # one before it only after its deletion has begun.
+        if is_steady and names == sorted(os.listdir(root)):
+            break
+    return found
+
+
+def _sort(root: str, names: Sequence[str]) -> tuple[Discovery, bool]:
+    """What the names are, and whether all of them were still there to be looked at."""
     committed, foreign, unfinished, set_aside = [], [], [], []
-    for entry in found:
-        if _STEP.fullmatch(entry.name):
-            reason = _why_foreign(entry.path)
-            if reason:
-                foreign.append((entry.path, reason))
-            elif (info := _look(entry)) is not None:
+    is_steady = True
+    for name in names:
+        path = os.path.join(root, name)
+        if _STEP.fullmatch(name):
+            info = _look(path)
+            if isinstance(info, records.CheckpointInfo):
                 committed.append(info)
-        elif match := _UNFINISHED.fullmatch(entry.name):
-            unfinished.append((entry.path, int(match[1])))
-        elif _SET_ASIDE.fullmatch(entry.name):
-            set_aside.append(entry.path)
-    return Discovery(
+            elif os.path.lexists(path):
+                foreign.append((path, info))
+            else:
+                is_steady = False
+        elif match := _UNFINISHED.fullmatch(name):
+            unfinished.append((path, int(match[1])))
+        elif _SET_ASIDE.fullmatch(name):
+            set_aside.append(path)
+    found = Discovery(
         committed=tuple(sorted(committed, key=lambda info: info.step)),
         foreign=tuple(foreign),
         unfinished=tuple(unfinished),
         set_aside=tuple(set_aside),
     )
+    return found, is_steady
 
 
-def _why_foreign(path: str) -> str:
-    """Why a folder with a step's name is no checkpoint; empty when it is one."""
-    if not os.path.isdir(path):
-        return "not a folder"
-    if not os.path.isdir(os.path.join(path, RUN_ITEM)):
-        return f"it has no {RUN_ITEM} folder"
-    return ""
-
-
-def _look(entry: os.DirEntry[str]) -> records.CheckpointInfo | None:
-    """Facts of a step folder, or None when it has just been deleted."""
+def _look(path: str) -> records.CheckpointInfo | str:
+    """Facts of a step folder, or why a folder with a step's name is none."""
+    changed = 0.0
     try:
-        changed = os.stat(os.path.join(entry.path, RUN_ITEM)).st_mtime
+        run = os.stat(os.path.join(path, RUN_ITEM))
+        changed = run.st_mtime
+        if not stat.S_ISDIR(run.st_mode):
+            return f"its {RUN_ITEM} is not a folder"
     except FileNotFoundError:
-        return None
+        return f"it has no {RUN_ITEM} folder"
+    except NotADirectoryError:
+        return "not a folder"
+    except OSError:
+        pass  # It is there and cannot be read: that is for the reader to tell.
     return records.CheckpointInfo(
-        step=int(entry.name), path=os.path.abspath(entry.path), commit_secs=changed
+        step=int(os.path.basename(path)), path=path, commit_secs=changed
     )
 
 

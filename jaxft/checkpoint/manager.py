@@ -11,15 +11,15 @@ and `jaxft/checkpoint/restore.py` before and `jaxft/loop.py` after.
             checkpoints.maybe_save(step + 1, state)
         checkpoints.save(num_steps, state, force=True)
 
-The label of a save is the number of finished steps. At most one save is in flight; a
-periodic one that comes due meanwhile is skipped and counted. A failed save is never
-silent: `error()` tells a caller who polls, the next save raises it to one who does
-not, `wait` and `close` raise it until a later save has committed.
+Leave it by `with` or `close`: a program that ends without them can lose the save in
+flight. The label of a save is the number of finished steps. At most one save is in
+flight; a periodic one that comes due meanwhile is skipped and counted. A failed save
+is never silent: `error()` tells a caller who polls, the next save raises it to one who
+does not, `wait` and `close` raise it until a later save has committed.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 import time
@@ -127,6 +127,7 @@ class CheckpointManager:
         run: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
         force: bool = False,
+        timeout_secs: float | None = None,
     ) -> bool:
         """Begins to save; returns as soon as `state` may change or be donated.
 
@@ -139,6 +140,7 @@ class CheckpointManager:
             metrics: evaluation results, name -> number.
             force: wait for a save in flight instead of skipping this one, and do not
                 raise an earlier failure first.
+            timeout_secs: how long to wait for that; None is the manager's.
 
         Returns:
             False when the step is committed already, is in flight, or was skipped
@@ -161,7 +163,9 @@ class CheckpointManager:
                     reason = f"step {flying} is still being saved"
                     self._emit("save_skipped", step=step, reason=reason)
                 return False
-            self._wait_for_flight(self._timeout_secs)
+            self._wait_for_flight(
+                self._timeout_secs if timeout_secs is None else timeout_secs
+            )
         try:
             if not self._is_new(step):
                 return False
@@ -218,6 +222,7 @@ class CheckpointManager:
                 timeout_secs=self._timeout_secs,
             )
         except (OSError, ValueError) as error:
+            self._clean_failed(layout.step_path(self.root, step))
             raise self._refuse(step, error) from error
         flight = _Flight(step, write)
         thread = threading.Thread(
@@ -243,7 +248,7 @@ class CheckpointManager:
         """Waits for one save, keeps how it ended, and cleans up behind it."""
         flight.write.wait()
         error = flight.write.error()
-        if error is not None:
+        if error is not None and self._owns_leftovers(flight):
             self._clean_failed(flight.write.path)
         try:
             self._end(flight, error)
@@ -275,13 +280,21 @@ class CheckpointManager:
 
     def _fault(self, step: int, error: BaseException) -> records.Fault:
         path = layout.step_path(self.root, step)
-        reason = f"{_cause(error)}: {orbax_io.first_line(error)}"
+        reason = f"{orbax_io.cause(error)}: {orbax_io.first_line(error)}"
         return records.Fault(
             kind=records.FaultKind.SAVE_FAILED,
             step=step,
             process=jax.process_index(),
             evidence=f"save of step {step} to {path} failed: {reason}",
         )
+
+    def _owns_leftovers(self, flight: _Flight) -> bool:
+        """False when the same step, given up before, is being saved again."""
+        with self._lock:
+            current = self._flight
+        if current is None or current is flight:
+            return True
+        return current.step != flight.step
 
     def _clean_failed(self, path: str) -> None:
         """Gives back the space of a failed save."""
@@ -453,34 +466,6 @@ class _Flight:
         self.over = threading.Event()
 
 
-_CAUSES = {
-    errno.ENOSPC: "disk full",
-    errno.EDQUOT: "quota exceeded",
-    errno.EACCES: "no permission",
-    errno.EPERM: "no permission",
-    errno.EROFS: "read-only file system",
-    errno.EIO: "I/O error",
-}
-
-
-def _cause(error: BaseException) -> str:
-    """The kind of a failure, in two words; also out of the text of C++ errors."""
-    chain: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None and link not in chain:
-        chain.append(link)
-        link = link.__cause__ or link.__context__
-    for link in chain:
-        if isinstance(link, TimeoutError):
-            return "time-out"
-        if isinstance(link, OSError) and link.errno in _CAUSES:
-            return _CAUSES[link.errno]
-        for number, name in _CAUSES.items():
-            if os.strerror(number) in str(link):
-                return name
-    return type(error).__name__
-
-
 _OPEN: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()
 
 
@@ -494,5 +479,6 @@ def _finish_saves() -> None:
 
 
 # Private: `atexit` is too late. The interpreter closes all thread pools first, and
-# without them Orbax cannot finish; only hooks registered here run before that.
+# without them Orbax cannot finish; only hooks registered here run before that. (Python
+# 3.12 starts no thread any more at this point: there, what is in flight can be lost.)
 threading._register_atexit(_finish_saves)  # pyrefly: ignore[missing-attribute]

@@ -22,7 +22,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -173,17 +173,23 @@ def write_async(
             run=ocp.JsonCheckpointHandler(filename=layout.RECORD_FILE),
         ),
         async_options=ocp.options.AsyncOptions(
-            timeout_secs=max(1, int(-(-timeout_secs // 1)))
+            timeout_secs=max(1, int(-(-timeout_secs // 1))),
+            # Made in a thread of their own they save a millisecond, and where that
+            # thread fails the others wait for it up to Orbax's own time-out.
+            create_directories_asynchronously=False,
         ),
         temporary_path_class=_DurablePath,
     )
-    checkpointer.save(
-        path,
-        # The keywords are layout.STATE_ITEM and layout.RUN_ITEM.
-        args=ocp.args.Composite(
-            state=ocp.args.PyTreeSave(stored), run=ocp.args.JsonSave(dict(record))
-        ),
+    # The keywords are layout.STATE_ITEM and layout.RUN_ITEM.
+    items = ocp.args.Composite(
+        state=ocp.args.PyTreeSave(stored), run=ocp.args.JsonSave(dict(record))
     )
+    try:
+        checkpointer.save(path, args=items)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            checkpointer.close()
+        raise
     return Write(path, checkpointer)
 
 
@@ -313,9 +319,8 @@ def probe(path: str) -> str:
                 part, size = {}, 0
         _read_part(path, record, part)
     except Exception as error:
-        if isinstance(
-            error, MemoryError | records.FaultError | layout.ForeignError
-        ) or is_process_failure(error):
+        known = isinstance(error, records.FaultError | layout.ForeignError)
+        if known or is_process_failure(error):
             raise
         return f"{type(error).__name__}: {first_line(error)}"
     return ""
@@ -336,7 +341,7 @@ def _read_part(
 
 
 @contextlib.contextmanager
-def quiet_leftovers() -> Iterator[None]:
+def quiet_leftovers() -> Generator[None, None, None]:
     """Keeps what a failed read leaves behind from printing tracebacks of its own.
 
     Orbax does not await the other reads of a failed one; when they are collected,
@@ -362,13 +367,39 @@ def quiet_leftovers() -> Iterator[None]:
 
 
 def is_process_failure(error: BaseException) -> bool:
-    """Whether this process, not the store, is out of something."""
-    return isinstance(error, OSError) and error.errno in (
-        errno.ENOMEM,
-        errno.EMFILE,
-        errno.ENFILE,
-        errno.EINTR,
-    )
+    """Whether this process, not the store, lacks something: memory, files, rights."""
+    own = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EINTR)
+    if isinstance(error, OSError) and error.errno in own:
+        return True
+    return isinstance(error, MemoryError) or cause(error) == "no permission"
+
+
+_CAUSES = {
+    errno.ENOSPC: "disk full",
+    errno.EDQUOT: "quota exceeded",
+    errno.EACCES: "no permission",
+    errno.EPERM: "no permission",
+    errno.EROFS: "read-only file system",
+    errno.EIO: "I/O error",
+}
+
+
+def cause(error: BaseException) -> str:
+    """The kind of a failure, in two words; also out of the text of C++ errors."""
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    for link in chain:
+        if isinstance(link, TimeoutError):
+            return "time-out"
+        if isinstance(link, OSError) and link.errno in _CAUSES:
+            return _CAUSES[link.errno]
+        for number, name in _CAUSES.items():
+            if os.strerror(number) in str(link):
+                return name
+    return type(error).__name__
 
 
 def first_line(error: BaseException) -> str:

@@ -145,12 +145,14 @@ def _read(
         if record["step"] != step:
             return f"it says that it is step {record['step']}"
         state = orbax_io.read_state(path, target, record=record)
-    except (records.FaultError, layout.ForeignError, MemoryError):
+    except (records.FaultError, layout.ForeignError):
         raise
     except Exception as error:
         if isinstance(error, layout.RecordError):
             return str(error)
         # Damaged, or is it the target, the devices or this process? Ask the files.
+        if orbax_io.is_process_failure(error):
+            raise
         if reason := orbax_io.probe(path):
             return reason
         raise

@@ -201,3 +201,25 @@ def test_a_failure_that_is_not_the_files_never_quarantines(tmp_path, monkeypatch
     with pytest.raises(ValueError, match="devices are gone"):
         restore.restore_newest(tmp_path, _state(0))
     assert sorted(os.listdir(tmp_path)) == ["10", "20"]
+
+
+def test_a_step_that_may_not_be_read_is_left_alone(tmp_path, monkeypatch):
+    """Another user's run: neither damaged nor absent."""
+    _fill(tmp_path, 10, 20)
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(tmp_path / "20"))
+
+    monkeypatch.setattr(restore.layout, "read_record", refuse)
+    with pytest.raises(PermissionError):
+        restore.restore_newest(tmp_path, _state(0))
+    assert sorted(os.listdir(tmp_path)) == ["10", "20"]
+
+
+def test_an_input_output_error_at_the_step_itself_is_damage(tmp_path):
+    _fill(tmp_path, 10)
+    os.symlink(tmp_path / "20", tmp_path / "20")  # a loop
+    events = Events()
+    _assert_is(restore.restore_newest(tmp_path, _state(0), emit=events), 10)
+    assert events.of("quarantine")[0]["step"] == 20
+    assert events.of("not_a_checkpoint") == []
