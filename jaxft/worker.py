@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from jaxft import config as configs
 from jaxft.build import Parts, build
 from jaxft.checkpoint import layout
@@ -99,7 +101,8 @@ class Worker:
         self._log = log
         self._stops = stops
         self._attempt = attempt
-        self._cache = CompileCache(workdir / "compile_cache", mode=cache, emit=log)
+        mode = cache if config.compile.cache else "off"
+        self._cache = CompileCache(workdir / "compile_cache", mode=mode, emit=log)
         self._loop: Loop | None = None
 
     def live(self) -> tuple[TrainState, Ending]:
@@ -186,7 +189,6 @@ class Worker:
         _write_config(self._workdir / "config.json", self._config)
 
     def _train(self, parts: Parts) -> tuple[TrainState, Ending]:
-        self._cache.enable(device=parts.mesh.devices.flat[0])
         progress = ProgressLine(
             num_steps=self._config.train.num_steps,
             unit=parts.items[0],
@@ -194,6 +196,8 @@ class Worker:
             mode=self._config.log.progress,
         )
         try:
+            if problem := self._cache.enable(device=parts.mesh.devices.flat[0]):
+                progress.note(f"warning: compiling without a cache: {problem}")
             with self._stops.may_leave():
                 state, restored, evaluated = self._first_state(parts, progress)
                 step_fn = self._compile(parts, state)

@@ -24,6 +24,7 @@ class Summary:
         evaluation: of the last evaluation, empty for none.
         first_evaluation: of the first one in these events.
         steps_per_sec: median over the step events.
+        input_share: share of the steps' time that the loop waited for input.
         num_restarts: workers started after the first.
         lost_secs: time from a death until its step number was passed again.
         last_checkpoint: label of the newest committed step, -1 for none.
@@ -35,6 +36,7 @@ class Summary:
     evaluation: dict[str, float]
     first_evaluation: dict[str, float]
     steps_per_sec: float
+    input_share: float
     num_restarts: int
     lost_secs: float
     last_checkpoint: int
@@ -61,6 +63,8 @@ def summarize(events: Iterable[Event]) -> Summary:
         evaluation=dict(evaluations[-1]["metrics"]) if evaluations else {},
         first_evaluation=dict(evaluations[0]["metrics"]) if evaluations else {},
         steps_per_sec=rates[len(rates) // 2] if rates else 0.0,
+        input_share=sum(e["data_secs"] for e in steps)
+        / max(sum(e["secs"] for e in steps), 1e-9),
         num_restarts=max((e["attempt"] for e in by_kind.get("launch", [])), default=0),
         lost_secs=lost_secs(ordered),
         last_checkpoint=max(saved, default=-1),
@@ -108,7 +112,8 @@ def closing_summary(
     if summary.steps_per_sec and run is not None:
         rate = summary.steps_per_sec
         items = f"{rate * run['per_step']:,.0f} {run['unit']}/s"
-        rows.append(("throughput", f"{rate:.2f} steps/s, {items}"))
+        waiting = f"{100 * summary.input_share:.1f} % waiting for input"
+        rows.append(("throughput", f"{rate:.2f} steps/s, {items}, {waiting}"))
     rows.append(
         ("restarts", f"{summary.num_restarts}, {summary.lost_secs:.1f} s lost to them")
     )

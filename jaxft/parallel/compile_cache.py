@@ -41,11 +41,11 @@ class CompileCache:
         self._mode = mode
         self._emit = emit
 
-    def enable(self, *, device: jax.Device) -> pathlib.Path | None:
-        """Points JAX at the folder for `device`; None where there is no cache."""
+    def enable(self, *, device: jax.Device) -> str:
+        """Points JAX at the folder for `device`; says why where that fails."""
         if self._mode == "off":
             jax.config.update("jax_enable_compilation_cache", False)
-            return None
+            return ""
         folder = self._root / cache_name(device)
         try:
             if self._mode == "fresh" and folder.exists():
@@ -53,13 +53,13 @@ class CompileCache:
             _prove_writable(folder)
         except OSError as error:
             self._emit("cache_unusable", path=str(folder), reason=str(error))
-            return None
+            return str(error)
         jax.config.update("jax_enable_compilation_cache", True)
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
         jax.monitoring.register_event_listener(self._count)
-        return folder
+        return ""
 
     def _count(self, event: str, **_: str | int) -> None:
         self.num_hits += event == _HIT

@@ -70,6 +70,60 @@ def test_stop_while_compiling_does_not_wait_for_the_compiler(command: Any) -> No
     assert not run.events("step"), "the compiler was faster than the test"
 
 
+SLOW_DATA = """
+import time
+import numpy as np
+from jaxft.data.sources import Sources
+
+class Rows:
+    fingerprint = "slow"
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        if index == SLOW and not FAST:
+            time.sleep(100)
+        row = np.full(33, index, np.int32)
+        return {"inputs": row[:-1], "targets": row[1:]}
+
+def make_data(config):
+    return Sources(Rows())
+"""
+
+
+def test_stop_while_waiting_for_input(
+    command: Any, same: Any, tmp_path: Any, monkeypatch: Any
+) -> None:
+    settings = {
+        "data__factory": "slow_data:make_data",
+        "data__shuffle": "false",
+        "eval__every_steps": 0,
+        "train__num_steps": 12,
+        "checkpoint__save": "steps(1000)",
+    }
+    monkeypatch.chdir(tmp_path)
+    # Row 41 is in the batch of step 6.
+    text = SLOW_DATA.replace("SLOW", "41")
+    (tmp_path / "slow_data.py").write_text(text.replace("FAST", "False"))
+    run = command("run", **settings)
+    process = run.start()
+    run.wait_for(lambda: [e for e in run.events("step") if e["step"] == 4])
+    time.sleep(0.5)
+    started = time.monotonic()
+    os.kill(process.pid, signal.SIGTERM)
+    code, out, err = run.finish()
+    assert code == 75, (out, err)
+    assert time.monotonic() - started < 10
+    assert run.events("end")[-1]["step"] == 5
+    assert run.events("save_commit")[-1]["step"] == 5
+    (tmp_path / "slow_data.py").write_text(text.replace("FAST", "True"))
+    assert run.run()[0] == 0
+    reference = command("reference", **settings)
+    assert reference.run()[0] == 0
+    same(run, reference, 12)
+
+
 def test_a_second_signal_means_now(command: Any) -> None:
     run = command("now", train__num_steps=100_000, checkpoint__save="steps(100000)")
     process = run.start()

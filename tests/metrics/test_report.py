@@ -18,6 +18,7 @@ def step(time: float, last: int, *, first: int | None = None) -> dict[str, Any]:
         step=last,
         first_step=first,
         secs=0.5 * (last - first + 1),
+        data_secs=0.1 * (last - first + 1),
         metrics={"loss": 10.0 - last},
     )
 
@@ -69,7 +70,7 @@ def test_summary_of_a_killed_run() -> None:
 def test_text() -> None:
     text = closing_summary(KILLED, workdir=pathlib.Path("/w"), reason="finished")
     assert "8.0000 -> 3.0000" in text
-    assert "2.00 steps/s, 200 tokens/s" in text
+    assert "2.00 steps/s, 200 tokens/s, 20.0 % waiting for input" in text
     assert "/w/checkpoints, newest 6" in text
     assert text.isascii()
 
