@@ -195,7 +195,13 @@ class Loop:
         self._progress.note(f"step {self.step}: held-out {shown}")
         self._emit("phase", name="train")
 
-    def _save(self, state: TrainState, *, force: bool = False) -> bool:
+    def _save(
+        self,
+        state: TrainState,
+        *,
+        force: bool = False,
+        timeout_secs: float | None = None,
+    ) -> bool:
         assert self._parts.iterator.step == self.step, "a batch was drawn too early"
         metrics = self._evaluation if self._evaluated == self.step else None
         return self._parts.manager.save(
@@ -205,6 +211,7 @@ class Loop:
             run={"facts": self._parts.facts},
             metrics=metrics,
             force=force,
+            timeout_secs=timeout_secs,
         )
 
     def _leave(
@@ -216,6 +223,13 @@ class Loop:
         manager = self._parts.manager
         if not self._stops.urgent and manager.latest() != self.step:
             self._emit("phase", name="save")
-            self._save(state, force=True)
-            manager.wait(timeout_secs=self._stops.deadline_secs())
+            try:
+                self._save(state, force=True, timeout_secs=self._stops.deadline_secs())
+                manager.wait(timeout_secs=self._stops.deadline_secs())
+            except FaultError as error:
+                if manager.in_flight is None:
+                    raise
+                # Out of grace: the last committed step stands, this one is no more
+                # than a leftover that the next start cleans up.
+                self._emit("save_failed", step=self.step, reason=str(error))
         return state, Ending.STOPPED

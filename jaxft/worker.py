@@ -124,7 +124,9 @@ class Worker:
             self._preflight(parts)
             self._enter(parts)
             state, ending = self._train(parts)
-            parts.manager.close()
+            if ending is Ending.FINISHED:
+                # A stop has waited already, as long as there was time.
+                parts.manager.close()
         except Exception as error:
             step = self._loop.step if self._loop else -1
             fault = fault_of(error, step=step)

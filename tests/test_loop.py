@@ -25,6 +25,7 @@ class Recorder:
         self.failure: FaultError | None = None
         self.stop: str | None = None
         self.urgent = False
+        self.in_flight: int | None = None
         self.finite = True
         self.draw_error: Exception | None = None
         self.parts: Any = types.SimpleNamespace(
@@ -88,6 +89,8 @@ class Recorder:
 
     def wait(self, timeout_secs: float | None = None) -> None:
         self.calls.append("wait")
+        if self.stop and self.failure:
+            raise self.failure
 
     def error(self) -> FaultError | None:
         return self.failure
@@ -190,6 +193,33 @@ def test_a_stop_takes_the_way_of_the_control_word() -> None:
     # In with the batch of step 1, read after step 2 was dispatched.
     assert (state, ending) == (2, Ending.STOPPED)
     assert recorder.calls[-3:] == [("read", 2), ("save", 2, 2, None), "wait"]
+
+
+@pytest.mark.parametrize("in_flight", [None, 2])
+def test_a_save_that_outlasts_the_grace_is_left_behind(in_flight: int | None) -> None:
+    recorder = Recorder(config_of(100))
+    recorder.stop, recorder.in_flight = "SIGTERM", in_flight
+    fault = Fault(kind=FaultKind.SAVE_FAILED, step=2, evidence="not over")
+    error = FaultError(fault)
+    original = recorder.save
+
+    def save(*args: Any, **content: Any) -> bool:
+        recorder.failure = error
+        return original(*args, **content)
+
+    recorder.parts.manager = types.SimpleNamespace(
+        **{name: getattr(recorder, name) for name in ("wait", "latest", "in_flight")},
+        save=save,
+        error=lambda: None,
+        should_save=lambda step: False,
+        last_committed=None,
+    )
+    if in_flight is None:
+        # It failed in time: that is a reason of its own.
+        with pytest.raises(FaultError, match="not over"):
+            recorder.loop().run(0)
+    else:
+        assert recorder.loop().run(0)[1] == Ending.STOPPED
 
 
 def test_an_urgent_stop_saves_nothing() -> None:
