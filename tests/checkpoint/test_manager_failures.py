@@ -1,0 +1,159 @@
+"""Failed saves: told once to everyone who asks, and never a step."""
+
+import os
+import threading
+import time
+
+import jax.numpy as jnp
+import pytest
+
+from jaxft import records
+from jaxft.checkpoint import manager, orbax_io
+
+pytestmark = pytest.mark.device
+
+
+class Events(list):
+    def __call__(self, kind, /, **fields):
+        self.append((kind, fields))
+
+    def of(self, kind):
+        return [fields for name, fields in self if name == kind]
+
+
+def _state(step):
+    return {"step": step, "w": jnp.full((4,), step, jnp.float32)}
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Commits wait for the event: a writer as slow as a test wants it."""
+    gate = threading.Event()
+    commit = orbax_io._commit
+
+    def wait(*args):
+        assert gate.wait(60)
+        commit(*args)
+
+    monkeypatch.setattr(orbax_io, "_commit", wait)
+    yield gate
+    gate.set()
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """The commit fails as long as the list is not empty."""
+    errors = [OSError(28, "No space left on device")]
+    commit = orbax_io._commit
+
+    def fail(*args):
+        if errors:
+            raise errors[0]
+        commit(*args)
+
+    monkeypatch.setattr(orbax_io, "_commit", fail)
+    return errors
+
+
+def _until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_failed_save_is_not_a_step_and_is_told(tmp_path, broken):
+    events = Events()
+    error, broken[:] = broken[0], []
+    checkpoints = manager.CheckpointManager(tmp_path, keep="last(1)", emit=events)
+    checkpoints.save(10, _state(10))
+    checkpoints.wait()
+    broken.append(error)
+    assert checkpoints.save(20, _state(20))
+    _until(lambda: checkpoints.error() is not None)
+    fault = checkpoints.error().fault
+    assert fault.kind is records.FaultKind.SAVE_FAILED
+    assert fault.exit_code == 74
+    assert fault.step == 20
+    assert "disk full" in fault.evidence
+    assert str(tmp_path / "20") in fault.evidence
+    assert checkpoints.latest() == 10
+    assert os.listdir(tmp_path) == ["10"]
+    assert checkpoints.restore(_state(0)).step == 10
+    with pytest.raises(records.FaultError, match="disk full"):
+        checkpoints.close()
+    # Back at 10, the next save is a real one, and makes the failure good.
+    broken.clear()
+    assert checkpoints.save(15, _state(15))
+    checkpoints.wait()
+    assert checkpoints.error() is None
+    assert checkpoints.steps() == [15]
+    assert len(events.of("save_failed")) == 1
+    assert events.of("delete_failed") == []
+
+
+def test_who_does_not_poll_is_told_by_the_next_save_once(tmp_path, broken):
+    checkpoints = manager.CheckpointManager(tmp_path, save="steps(1)")
+    assert checkpoints.maybe_save(1, _state(1))
+    _until(lambda: checkpoints.in_flight is None)
+    with pytest.raises(records.FaultError, match=r"save of step 1 .* disk full"):
+        checkpoints.maybe_save(2, _state(2))
+    broken.clear()
+    assert checkpoints.maybe_save(3, _state(3))
+    checkpoints.close()
+
+
+def test_a_forced_save_tries_although_the_last_one_failed(tmp_path, broken):
+    checkpoints = manager.CheckpointManager(tmp_path)
+    assert checkpoints.save(1, _state(1))
+    _until(lambda: checkpoints.in_flight is None)
+    broken.clear()
+    assert checkpoints.save(2, _state(2), force=True)
+    checkpoints.close()
+    assert checkpoints.steps() == [2]
+
+
+def test_an_error_of_the_body_is_not_hidden_by_one_of_the_save(tmp_path, broken):
+    del broken
+
+    def run():
+        with manager.CheckpointManager(tmp_path) as checkpoints:
+            checkpoints.save(1, _state(1))
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine") as error:
+        run()
+    assert "disk full" in error.value.__notes__[0]
+
+
+def test_a_save_that_never_ends_misses_its_deadline(tmp_path, slow):
+    events = Events()
+    checkpoints = manager.CheckpointManager(tmp_path, timeout_secs=0.3, emit=events)
+    assert checkpoints.save(1, _state(1))
+    with pytest.raises(records.FaultError, match=r"save of step 1 .* time-out"):
+        checkpoints.save(2, _state(2), force=True)
+    _until(lambda: checkpoints.in_flight is None)
+    assert "time-out" in checkpoints.error().fault.evidence
+    assert len(events.of("save_failed")) == 1
+    # Others do not wait behind it.
+    slow.set()
+    assert checkpoints.save(3, _state(3), force=True)
+    _until(lambda: checkpoints.last_committed == 3)
+    assert checkpoints.error() is None
+
+
+def test_the_deadline_also_reaches_who_does_not_poll(tmp_path, slow):
+    checkpoints = manager.CheckpointManager(tmp_path, save="steps(1)", timeout_secs=0.2)
+    assert checkpoints.maybe_save(1, _state(1))
+    time.sleep(0.3)
+    with pytest.raises(records.FaultError, match="time-out"):
+        checkpoints.maybe_save(2, _state(2))
+
+
+def test_a_root_that_cannot_be_made_is_a_failed_save(tmp_path):
+    (tmp_path / "file").write_text("x")
+    checkpoints = manager.CheckpointManager(tmp_path / "file" / "root")
+    with pytest.raises(records.FaultError) as error:
+        checkpoints.save(1, _state(1))
+    assert error.value.fault.kind is records.FaultKind.SAVE_FAILED
+    assert (tmp_path / "file").read_text() == "x"
