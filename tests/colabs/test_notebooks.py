@@ -1,4 +1,4 @@
-"""The notebooks run as they are, carry no outputs, and leave a preinstalled jax alone."""
+"""The notebooks run as they are, carry no outputs and leave a present jax alone."""
 
 from __future__ import annotations
 

@@ -1,0 +1,154 @@
+"""Lock, supervisor and a linked worker as one command: who dies with whom."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxft.events import read_events
+from jaxft.records import ExitCode
+
+pytestmark = pytest.mark.usefixtures("nothing_leaks")
+
+COMMAND = """
+import signal, sys
+from jaxft.config import SupervisorConfig
+from jaxft.events import EventLog
+from jaxft.records import FaultError
+from jaxft.recovery.supervisor import Supervisor
+from jaxft.recovery.workdir import WorkdirLock
+
+WORKER = '''
+import os, sys, time
+from jaxft.config import PreemptionConfig
+from jaxft.events import EventLog
+from jaxft.faults.preemption import StopRequests
+from jaxft.recovery.worker_link import SupervisorLink
+event_fd, parent_fd, lock_fd = map(int, sys.argv[1:4])
+link = SupervisorLink(event_fd, parent_fd, lock_fd=lock_fd)
+log = EventLog(sys.argv[4], role="work", tee=link.send)
+with StopRequests(PreemptionConfig(), emit=log) as stops:
+    log("preflight_done")
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    print("worker", os.getpid(), child, flush=True)
+    while stops.poll() is None:
+        BUSY
+    log("save_commit", step=1, secs=0.0, num_bytes=0)
+log("end", step=1, reason="stopped")
+link.close()
+os._exit(75)
+'''.replace("BUSY", sys.argv[2])
+
+try:
+    lock = WorkdirLock.acquire(sys.argv[1])
+except FaultError as error:
+    print(error.fault.evidence, flush=True)
+    sys.exit(error.fault.exit_code)
+outcome = Supervisor(
+    lambda launch: [sys.executable, "-c", WORKER, *map(str, (
+        launch.event_fd, launch.parent_fd, launch.lock_fd, lock.workdir / "events"))],
+    config=SupervisorConfig(),
+    signals=(signal.SIGTERM, signal.SIGINT),
+    grace_secs=5.0,
+    emit=EventLog(lock.workdir / "events", role="supervise"),
+    lock_fd=lock.fileno(),
+).run()
+lock.release()
+print("outcome", int(outcome.exit_code), outcome.committed_step, outcome.num_restarts)
+sys.exit(outcome.exit_code)
+"""
+
+
+@pytest.fixture
+def command(tmp_path):
+    """Starts the command on one workdir; returns it and its first line's words."""
+    started = []
+
+    def start(busy: str = "time.sleep(0.01)") -> tuple[subprocess.Popen, list[str]]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", COMMAND, str(tmp_path / "run"), busy],
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process, process.stdout.readline().split()
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_a_group_signal_is_one_request(command, tmp_path, wait_until_dead):
+    """As srun does: the supervisor and the worker both get the signal."""
+    process, (_, worker, child) = command()
+    os.kill(int(worker), signal.SIGTERM)
+    os.kill(process.pid, signal.SIGTERM)
+    out, _ = process.communicate(timeout=20)
+    assert out.split() == ["outcome", "75", "1", "0"]
+    assert process.returncode == 75
+    wait_until_dead(int(child))
+    requests = [
+        event
+        for event in read_events(tmp_path / "run" / "events")
+        if event["kind"] == "stop_request"
+    ]
+    assert len(requests) <= 1  # The worker's log was not opened: none on disk.
+
+
+@pytest.mark.parametrize(
+    "busy",
+    ["time.sleep(60)", "sum(range(10**10))"],
+    ids=["sleeping", "holding the GIL"],
+)
+def test_a_killed_supervisor_takes_all_with_it_and_frees_the_lock(
+    command, busy, is_alive, wait_until_dead
+):
+    process, (_, worker, child) = command(busy)
+    process.kill()
+    begun = time.monotonic()
+    second, words = command()
+    assert words[0] == "worker"
+    assert time.monotonic() - begun < 5.0
+    assert not is_alive(int(worker))
+    wait_until_dead(int(child))
+    second.send_signal(signal.SIGTERM)
+    assert second.communicate(timeout=20)[0].split() == ["outcome", "75", "1", "0"]
+
+
+def test_the_worker_dies_within_a_second(command, wait_until_dead):
+    process, (_, worker, child) = command("sum(range(10**10))")
+    process.kill()
+    wait_until_dead(int(worker), 1.0)
+    wait_until_dead(int(child), 1.0)
+
+
+def test_a_second_start_is_refused_by_name(command):
+    first, _ = command()
+    second, words = command()
+    second.wait(timeout=20)
+    assert second.returncode == ExitCode.WORKDIR_IN_USE
+    text = " ".join(words)
+    assert f"is in use by process {first.pid} on " in text
+    first.send_signal(signal.SIGINT)
+    assert first.wait(timeout=20) == 75
+
+
+def test_a_killed_worker_is_replaced_under_the_same_lock(command, wait_until_dead):
+    process, (_, worker, child) = command()
+    os.kill(int(worker), signal.SIGKILL)
+    words = process.stdout.readline().split()
+    assert words[0] == "worker"
+    assert words[1] != worker
+    wait_until_dead(int(child))
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=20)[0].split() == ["outcome", "75", "1", "1"]
