@@ -10,6 +10,7 @@ leaves the workdir as it found it.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import pathlib
@@ -44,14 +45,14 @@ def run(config: Config, *, workdir: str | os.PathLike[str]) -> TrainState:
     stop button) saves and returns the state of that moment.
 
     Args:
-        config: the run; it is resolved and locked here.
+        config: the run; a copy of it is resolved and locked.
         workdir: where checkpoints and events go.
 
     Raises:
         ConfigError: something cannot work; nothing was written.
         FaultError: the workdir is in use, or the run could not go on.
     """
-    configs.lock(configs.resolve(config))
+    config = configs.lock(configs.resolve(copy.deepcopy(config)))
     with WorkdirLock.acquire(workdir) as lock:
         log = EventLog(lock.workdir / "events", role="notebook")
         with StopRequests(config.preemption, emit=log) as stops:
