@@ -286,9 +286,8 @@ def _restore_args(request: leaves.Request | None) -> ocp.RestoreArgs:
         return ocp.RestoreArgs(restore_type=np.ndarray)
     if spec.kind is layout.LeafKind.WEAK:
         return ocp.RestoreArgs(restore_type=np.ndarray)
-    sharding = request.sharding or jax.sharding.SingleDeviceSharding(
-        jax.local_devices()[0]
-    )
+    # Without one: where JAX puts things by default, which is a device that lives.
+    sharding = request.sharding or jax.device_put(0).sharding
     return ocp.ArrayRestoreArgs(
         restore_type=jax.Array,
         sharding=sharding,
