@@ -151,7 +151,6 @@ class OptimizerConfig(Section):
     b1: float = setting(0.9, "AdamW's first decay")
     b2: float = setting(0.95, "AdamW's second decay")
     weight_decay: float = setting(0.1, "AdamW's decoupled decay, of matrices only")
-    clip_norm: float = setting(1.0, "global gradient norm limit; 0 is off")
     options: ml_collections.ConfigDict = setting(
         ml_collections.ConfigDict, "values for a factory of your own"
     )
@@ -236,6 +235,10 @@ class TrainConfig(Section):
     seed: int = setting(0, "seed of initialisation and of every step's randomness")
     rng_impl: str = setting("threefry2x32", "implementation of the random key")
     guard: bool = setting(True, "do not apply a non-finite update")
+    clip_norm: float = setting(0.0, "global gradient norm limit; 0 is off")
+    ema_decay: float = setting(
+        0.0, "average of the parameters for evaluation; 0 is off"
+    )
     max_nonfinite: int = setting(
         10, "non-finite steps in a row before the run stops", numbers=False
     )
@@ -426,7 +429,7 @@ _NOT_NEGATIVE = (
     "model.mlp_width",
     "optimizer.warmup_steps",
     "optimizer.decay_steps",
-    "optimizer.clip_norm",
+    "train.clip_norm",
     "eval.every_steps",
     "preemption.time_limit_secs",
     "supervisor.max_restarts",

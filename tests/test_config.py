@@ -63,7 +63,7 @@ def test_resolve_fills_in_what_follows_and_is_idempotent() -> None:
         ("data.global_batch", -1),
         ("train.num_steps", 0),
         ("data.holdout_fraction", 1.0),
-        ("optimizer.clip_norm", -0.5),
+        ("train.clip_norm", -0.5),
         ("preemption.grace_secs", 0.0),
         ("train.num_microbatches", 5),
         ("preemption.grace_secs", float("nan")),
