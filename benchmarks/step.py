@@ -29,19 +29,15 @@ from jaxft.config import (
     MeshConfig,
     ModelConfig,
     OptimizerConfig,
-    PrecisionConfig,
     RematConfig,
     TrainConfig,
 )
 from jaxft.models.adapters import from_nnx
 from jaxft.models.transformer import make_model, next_token_loss
 from jaxft.parallel.mesh import make_mesh
-from jaxft.parallel.precision import make_precision
-from jaxft.parallel.sharding import batch_sharding, plan_state_shardings, put_batch
 from jaxft.train.optimizer import make_optimizer
-from jaxft.train.state import StateFactory, make_key
-from jaxft.train.step import make_train_step
-from jaxft.types import Batch, LossFn, Model, TrainState
+from jaxft.train.step import TrainStep, make_train_step
+from jaxft.types import Batch, LossFn
 
 # Runs one step and returns its loss once it is finished.
 Contestant = Callable[[], float]
@@ -65,11 +61,16 @@ def make_hand_step(loss: LossFn, optimizer: optax.GradientTransformation) -> Any
     return jax.jit(step, donate_argnums=(0, 1))
 
 
-def start_hand(step: Any, *, state: TrainState, batch: Batch) -> Contestant:
-    """The hand-written step on its own copy of what it needs of `state`."""
-    params, opt_state = jax.tree.map(
-        lambda x: x.copy(), (state.params, state.opt_state)
-    )
+def start_hand(
+    step: Any,
+    optimizer: optax.GradientTransformation,
+    *,
+    built: TrainStep,
+    batch: Batch,
+) -> Contestant:
+    """The hand-written step, from the same parameters."""
+    state = built.init()
+    params, opt_state = state.params, optimizer.init(state.params)
 
     def run() -> float:
         nonlocal params, opt_state
@@ -80,23 +81,14 @@ def start_hand(step: Any, *, state: TrainState, batch: Batch) -> Contestant:
     return run
 
 
-def start_built(
-    model: Model,
-    optimizer: optax.GradientTransformation,
-    *,
-    state: TrainState,
-    batch: Batch,
-    control: jax.Array,
-) -> Contestant:
-    """Jaxft's step, guard and control word included, on a copy of `state`."""
-    shardings = jax.tree.map(lambda x: x.sharding, state)
-    step = make_train_step(model.loss, optimizer, state_shardings=shardings)
-    current = jax.tree.map(lambda x: x.copy(), state)
+def start_built(step: TrainStep, *, batch: Batch, control: jax.Array) -> Contestant:
+    """Jaxft's step, guard and control word included."""
+    state = step.init()
 
     def run() -> float:
-        nonlocal current
-        current, output = step(current, batch, control)
-        jax.block_until_ready(current.params)
+        nonlocal state
+        state, output = step(state, batch, control)
+        jax.block_until_ready(state.params)
         return float(output.metrics["loss"])
 
     return run
@@ -146,29 +138,25 @@ def run(args: argparse.Namespace) -> dict[str, tuple[float, float, float]]:
     config.num_kv_heads = config.num_heads
     config.mlp_width = -(-config.width * 8 // 3 // 8) * 8
     model = from_nnx(make_model(config, RematConfig()), next_token_loss(LossConfig()))
-    optimizer = make_optimizer(OptimizerConfig(decay_steps=10 * args.num_pairs + 200))
-    mesh = make_mesh(MeshConfig(num_devices=args.num_devices))
-    factory = StateFactory(
-        model, optimizer, precision=make_precision(PrecisionConfig())
+    adamw = make_optimizer(OptimizerConfig(decay_steps=10 * args.num_pairs + 200))
+    built = make_train_step(
+        model,
+        adamw,
+        mesh=make_mesh(MeshConfig(num_devices=args.num_devices)),
+        config=TrainConfig(clip_norm=1.0),
     )
-    key = make_key(TrainConfig())
-    shardings = plan_state_shardings(
-        factory.plan_shapes(key), mesh=mesh, axes=model.axes
-    )
-    state = factory.init_state(key, shardings=shardings)
     tokens = np.random.default_rng(0).integers(
         config.vocab_size, size=(args.global_batch, args.seq_len + 1), dtype=np.int32
     )
     rows = {"inputs": tokens[:, :-1].copy(), "targets": tokens[:, 1:].copy()}
-    batch, control = put_batch(rows, sharding=batch_sharding(mesh))
+    batch, control = built.place(rows)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
     hand = make_hand_step(model.loss, optimizer)
     secs = time_rounds(
         {
-            "hand": start_hand(hand, state=state, batch=batch),
-            "built": start_built(
-                model, optimizer, state=state, batch=batch, control=control
-            ),
-            "again": start_hand(hand, state=state, batch=batch),
+            "hand": start_hand(hand, optimizer, built=built, batch=batch),
+            "built": start_built(built, batch=batch, control=control),
+            "again": start_hand(hand, optimizer, built=built, batch=batch),
         },
         num_rounds=args.num_pairs,
     )

@@ -20,6 +20,7 @@ def get_config() -> Config:
     config.data.seq_len = 128
     config.data.global_batch = 16
     config.optimizer.warmup_steps = 20
+    config.train.clip_norm = 1.0
     config.train.num_steps = 400
     config.eval.every_steps = 100
     config.checkpoint.save = "steps(50)"

@@ -21,6 +21,7 @@ def get_config() -> Config:
     config.data.corpus = Corpus.SYNTHETIC
     config.data.seq_len = 32
     config.data.global_batch = 16
+    config.train.clip_norm = 1.0
     config.train.num_steps = 200
     config.eval.every_steps = 50
     config.checkpoint.save = "steps(50)"

@@ -30,18 +30,10 @@ from jaxft.models.adapters import to_model
 from jaxft.parallel.facts import collect_facts
 from jaxft.parallel.mesh import make_mesh
 from jaxft.parallel.precision import make_precision
-from jaxft.parallel.sharding import (
-    batch_sharding,
-    check_batch,
-    explain,
-    local_rows,
-    plan_state_placements,
-    put_batch,
-)
+from jaxft.parallel.sharding import check_batch, local_rows
 from jaxft.records import Emit
-from jaxft.train.state import StateFactory, abstract_state, make_key
-from jaxft.train.step import make_eval_step, make_train_step
-from jaxft.types import Batch, Model, Sums, TrainState
+from jaxft.train.step import TrainStep, make_eval_step, make_train_step
+from jaxft.types import Model, TrainState
 
 HostBatch = Mapping[str, np.ndarray]
 
@@ -52,49 +44,30 @@ class Parts:
 
     Attributes:
         config: resolved and locked.
-        mesh: where the run lives.
-        factory, key, shardings: make the first state.
-        placements: why each leaf is where it is.
-        target: the state as `ShapeDtypeStruct` with shardings.
-        train_step: jitted (state, batch, control) -> (state, output).
+        train_step: see `jaxft.train.step.TrainStep`; it knows the mesh and the state.
         eval_step: jitted (state, batch) -> sums.
         iterator: local host batches in order, with a position.
         heldout: local host batches for evaluation.
         example: a local host batch of zeros, to compile for.
-        place: (host batch, control) -> (batch, control word), on the devices.
         manager: the checkpoints.
         facts: what can change numbers, config fields included.
         items: what a step takes in: its unit and how many.
     """
 
     config: Config
-    mesh: jax.sharding.Mesh
-    factory: StateFactory
-    key: jax.Array
-    shardings: TrainState
-    placements: TrainState
-    target: TrainState
-    train_step: jax.stages.Wrapped
-    eval_step: Callable[[TrainState, Batch], Sums]
+    train_step: TrainStep
+    eval_step: jax.stages.Wrapped
     iterator: BatchIterator
     heldout: Sequence[HostBatch]
     example: HostBatch
-    place: Callable[..., tuple[Batch, jax.Array]]
     manager: CheckpointManager
     facts: dict[str, Any]
     items: tuple[str, int]
 
-    def init_state(self) -> TrainState:
-        """The state at step 0, born sharded."""
-        return self.factory.init_state(self.key, shardings=self.shardings)
-
-    def explain(self) -> str:
-        """A table of every leaf: shape, spec, bytes per device, why."""
-        return explain(self.target, self.placements)
-
     def num_params(self) -> int:
         """Elements of all parameters."""
-        return sum(int(np.prod(x.shape)) for x in jax.tree.leaves(self.target.params))
+        params = self.train_step.abstract_state.params
+        return sum(int(np.prod(x.shape)) for x in jax.tree.leaves(params))
 
 
 def build(
@@ -117,60 +90,52 @@ def build(
     Raises:
         ConfigError: something cannot work; it names the config path.
     """
+    if jax.process_count() > 1:
+        raise ConfigError("", "runs of several processes are not built yet")
     mesh = make_mesh(config.mesh, devices=devices)
-    precision = make_precision(config.precision)
     check_batch(
         config.data.global_batch,
         num_microbatches=config.train.num_microbatches,
         mesh=mesh,
         config=config.sharding,
     )
-    rows_sharding = batch_sharding(mesh, config=config.sharding)
-    rows = local_rows(rows_sharding, config.data.global_batch)
     sources = _sources(config)
-    _check_vocabulary(sources, config)
-    pipeline = Pipeline(sources.train, config=config.data, rows=rows)
-    model = _model(config, example=_batch_shapes(sources, config.data.global_batch))
-    optimizer = _optimizer(config)
-    factory = StateFactory(model, optimizer, precision=precision)
-    key = make_key(config.train)
-    shapes = _checked("model.factory", config.model.factory, factory.plan_shapes, key)
-    placements = plan_state_placements(
-        shapes, mesh=mesh, config=config.sharding, axes=model.axes
+    row = _first_row(sources, config)
+    batch_shapes = {
+        name: jax.ShapeDtypeStruct((config.data.global_batch, *x.shape), x.dtype)
+        for name, x in row.items()
+    }
+    model = _model(config, example=batch_shapes)
+    step = _train_step(model, config, mesh=mesh)
+    _check_loss(model, config, state=step.abstract_state, batch=batch_shapes)
+    rows = local_rows(step.batch_sharding, config.data.global_batch)
+    pipeline = _checked(
+        "data.factory",
+        config.data.factory,
+        lambda: Pipeline(sources.train, config=config.data, rows=rows),
     )
-    shardings = jax.tree.map(lambda placement: placement.sharding, placements)
-    return Parts(
-        config=config,
-        mesh=mesh,
-        factory=factory,
-        key=key,
-        placements=placements,
-        shardings=shardings,
-        target=abstract_state(shapes, shardings=shardings),
-        train_step=make_train_step(
-            model.loss,
-            optimizer,
-            config=config.train,
-            precision=precision,
-            state_shardings=shardings,
+    parts = {
+        "config": config,
+        "train_step": step,
+        "eval_step": make_eval_step(
+            model.loss, precision=config.precision, batch_sharding=step.batch_sharding
         ),
-        eval_step=make_eval_step(model.loss, precision=precision),
-        iterator=BatchIterator(
-            pipeline,
-            num_threads=config.data.num_threads,
-            prefetch=config.data.prefetch,
-            poll=poll,
-        ),
-        heldout=_heldout(sources, config, rows=rows),
-        example={
-            name: np.zeros((len(rows), *row.shape), row.dtype)
-            for name, row in _row_shapes(sources).items()
+        "heldout": _heldout(sources, config, rows=rows),
+        "example": {
+            name: np.zeros((len(rows), *x.shape), x.dtype) for name, x in row.items()
         },
-        place=functools.partial(put_batch, sharding=rows_sharding),
-        manager=_manager(config.checkpoint, workdir=workdir, emit=emit),
-        facts=_facts(config, mesh=mesh, pipeline=pipeline),
-        items=_items(sources, config.data.global_batch),
+        "manager": _manager(config.checkpoint, workdir=workdir, emit=emit),
+        "facts": _facts(config, mesh=mesh, pipeline=pipeline),
+        "items": _items(row, config.data.global_batch),
+    }
+    # Last: it starts threads, and nothing may be refused any more.
+    iterator = BatchIterator(
+        pipeline,
+        num_threads=config.data.num_threads,
+        prefetch=config.data.prefetch,
+        poll=poll,
     )
+    return Parts(iterator=iterator, **parts)
 
 
 def load_function(name: str, path: str) -> Callable[..., Any]:
@@ -185,8 +150,11 @@ def load_function(name: str, path: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise ConfigError(path, f"cannot import {module_name}: {error}") from error
-    except Exception as error:
+        where = "looked in the current folder and in PYTHONPATH"
+        raise ConfigError(
+            path, f"cannot import {module_name}: {error} ({where})"
+        ) from error
+    except (Exception, SystemExit) as error:
         raise ConfigError(path, f"importing {_blame(module_name, error)}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -204,12 +172,15 @@ def _checked(path: str, name: str, function: Callable[..., Any], *args: Any) -> 
         return function(*args)
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(path, _blame(name, error)) from error
 
 
-def _blame(name: str, error: Exception) -> str:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+def _blame(name: str, error: BaseException) -> str:
+    """The error, and the last place in code that is not a library's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if "site-packages" not in f.filename]
+    frame = (own or frames)[-1]
     message = " ".join(str(error).split())[:300]
     place = f"{frame.filename}:{frame.lineno}"
     return f"{name} raised {type(error).__name__}: {message} ({place})"
@@ -223,7 +194,28 @@ def _sources(config: Config) -> Sources:
             f"{config.data.factory} returned {type(made).__name__}, "
             "not a jaxft.data.sources.Sources",
         )
+    for source in filter(lambda source: source is not None, made):
+        needed = ("__len__", "__getitem__", "fingerprint")
+        if missing := [name for name in needed if not hasattr(source, name)]:
+            raise ConfigError(
+                "data.factory",
+                f"the {type(source).__name__} from {config.data.factory} has no "
+                f"{', '.join(missing)}: see jaxft.data.sources.Source",
+            )
+    _check_vocabulary(made, config)
     return made
+
+
+def _first_row(sources: Sources, config: Config) -> dict[str, np.ndarray]:
+    """Row 0, read once: rows may be slow."""
+    row = _checked("data.factory", config.data.factory, lambda: sources.train[0])
+    if not isinstance(row, Mapping):
+        raise ConfigError(
+            "data.factory",
+            f"a row of {config.data.factory} is a {type(row).__name__}, "
+            "not a dict of arrays",
+        )
+    return {name: np.asarray(value) for name, value in row.items()}
 
 
 def _check_vocabulary(sources: Sources, config: Config) -> None:
@@ -249,16 +241,48 @@ def _model(config: Config, *, example: Mapping[str, jax.ShapeDtypeStruct]) -> Mo
     )
 
 
-def _optimizer(config: Config) -> optax.GradientTransformation:
+def _train_step(model: Model, config: Config, *, mesh: jax.sharding.Mesh) -> TrainStep:
     name = config.optimizer.factory
-    made = _call(name, "optimizer.factory", config.optimizer)
-    if not isinstance(made, optax.GradientTransformation):
+    optimizer = _call(name, "optimizer.factory", config.optimizer)
+    if not isinstance(optimizer, optax.GradientTransformation):
         raise ConfigError(
             "optimizer.factory",
-            f"{name} returned {type(made).__name__}, "
+            f"{name} returned {type(optimizer).__name__}, "
             "not an optax.GradientTransformation",
         )
-    return made
+    return _checked(
+        "model.factory",
+        config.model.factory,
+        lambda: make_train_step(
+            model,
+            optimizer,
+            mesh=mesh,
+            config=config.train,
+            precision=config.precision,
+            sharding=config.sharding,
+        ),
+    )
+
+
+def _check_loss(
+    model: Model, config: Config, *, state: TrainState, batch: Mapping[str, Any]
+) -> None:
+    """Traces the loss once, so that a mistake in it is one line at the start."""
+    name = config.loss.factory or config.model.factory
+    path = "loss.factory" if config.loss.factory else "model.factory"
+
+    def trace() -> Any:
+        loss = functools.partial(model.loss, train=True)
+        params = make_precision(config.precision).cast_compute
+        return jax.eval_shape(
+            lambda state, batch: loss(
+                params(state.params), state.extra, batch, state.rng
+            ),
+            state,
+            batch,
+        )
+
+    _checked(path, name, trace)
 
 
 def _manager(
@@ -296,22 +320,9 @@ def _facts(
     return facts | collect_facts(mesh) | {"corpus": pipeline.fingerprint}
 
 
-def _row_shapes(sources: Sources) -> dict[str, np.ndarray]:
-    return {name: np.asarray(value) for name, value in sources.train[0].items()}
-
-
-def _batch_shapes(
-    sources: Sources, global_batch: int
-) -> dict[str, jax.ShapeDtypeStruct]:
-    return {
-        name: jax.ShapeDtypeStruct((global_batch, *row.shape), row.dtype)
-        for name, row in _row_shapes(sources).items()
-    }
-
-
-def _items(sources: Sources, global_batch: int) -> tuple[str, int]:
+def _items(row: Mapping[str, np.ndarray], global_batch: int) -> tuple[str, int]:
     """Token rows count in tokens, others in rows."""
-    row = _row_shapes(sources).get("inputs")
-    if row is not None and row.ndim == 1 and np.issubdtype(row.dtype, np.integer):
-        return "tokens", global_batch * row.size
+    x = row.get("inputs")
+    if x is not None and x.ndim == 1 and np.issubdtype(x.dtype, np.integer):
+        return "tokens", global_batch * x.size
     return "rows", global_batch

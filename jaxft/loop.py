@@ -30,7 +30,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
+from jaxft import config as configs
 from jaxft.build import Parts
 from jaxft.faults.nonfinite import NonfiniteRule
 from jaxft.faults.preemption import StopRequests
@@ -57,6 +59,7 @@ class Loop:
     Args:
         parts: from `jaxft.build.build`.
         step_fn: the compiled train step.
+        eval_fn: the compiled evaluation step.
         stops: requests to stop.
         emit: the run's history.
         progress: the live line.
@@ -72,6 +75,7 @@ class Loop:
         parts: Parts,
         step_fn: Callable[..., tuple[TrainState, StepOutput]],
         *,
+        eval_fn: Callable[..., Any],
         stops: StopRequests,
         emit: Emit,
         progress: ProgressLine,
@@ -81,6 +85,7 @@ class Loop:
         self.step = max(restored, 0)
         self._parts = parts
         self._step_fn = step_fn
+        self._eval_fn = eval_fn
         self._stops = stops
         self._emit = emit
         self._progress = progress
@@ -103,8 +108,8 @@ class Loop:
         while True:
             if control & Control.STOP or self._stops.urgent:
                 return self._leave(state, pending)
-            if self._should_evaluate():
-                self._evaluate(state)
+            if self._should_evaluate() and not self._evaluate(state):
+                return self._leave(state, pending)
             if self.step >= num_steps:
                 break
             if control & Control.SAVE or parts.manager.should_save(self.step):
@@ -113,7 +118,7 @@ class Loop:
                 batch = next(parts.iterator)
             except StopWhileWaiting:
                 return self._leave(state, pending)
-            placed, word = parts.place(batch, control=self._own_bits())
+            placed, word = parts.train_step.place(batch, control=self._own_bits())
             state, output = self._step_fn(state, placed, word)
             self.step += 1
             control = self._read(pending, self.step - 1)
@@ -176,24 +181,36 @@ class Loop:
             return False
         return self.step % every == 0 or self.step >= self._parts.config.train.num_steps
 
-    def _evaluate(self, state: TrainState) -> None:
+    def _evaluate(self, state: TrainState) -> bool:
+        """Evaluates at this border; False when a stop came in between."""
+        self._flush()
         self._emit("phase", name="evaluate")
         started = time.monotonic()
-        totals: dict[str, list[float]] = {}
-        for batch in self._parts.heldout:
-            placed, _ = self._parts.place(batch)
-            sums = jax.device_get(self._parts.eval_step(state, placed))
-            for name, (total, weight) in sums.items():
-                pair = totals.setdefault(name, [0.0, 0.0])
-                pair[0] += float(total)
-                pair[1] += float(weight)
+        totals: dict[str, np.ndarray] = {}
+        pending = None
+        # One batch ahead of what is read, as in training.
+        for batch in [*self._parts.heldout, None]:
+            if jax.process_count() == 1 and self._stops.poll() is not None:
+                return False
+            sums = None
+            if batch is not None:
+                placed, _ = self._parts.train_step.place(batch)
+                sums = self._eval_fn(state, placed)
+            for name, pair in jax.device_get(pending or {}).items():
+                totals[name] = totals.get(name, 0.0) + np.asarray(pair, np.float64)
+            pending = sums
         self._evaluated = self.step
-        self._evaluation = {n: t / w if w else 0.0 for n, (t, w) in totals.items()}
+        self._evaluation = {
+            name: float(total / weight) if weight else 0.0
+            for name, (total, weight) in totals.items()
+        }
         secs = time.monotonic() - started
         self._emit("evaluation", step=self.step, metrics=self._evaluation, secs=secs)
         shown = "  ".join(f"{n} {v:.4f}" for n, v in self._evaluation.items())
         self._progress.note(f"step {self.step}: held-out {shown}")
         self._emit("phase", name="train")
+        self._meter.start()
+        return True
 
     def _save(
         self,
@@ -208,7 +225,10 @@ class Loop:
             self.step,
             state,
             data=self._parts.iterator.get_state(),
-            run={"facts": self._parts.facts},
+            run={
+                "facts": self._parts.facts,
+                "config": configs.flatten(self._parts.config),
+            },
             metrics=metrics,
             force=force,
             timeout_secs=timeout_secs,

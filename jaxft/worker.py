@@ -16,7 +16,6 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -116,19 +115,21 @@ class Worker:
         self._log("start", attempt=self._attempt, argv=sys.argv)
         parts = None
         try:
-            parts = build(
-                self._config,
-                workdir=self._workdir,
-                emit=self._log,
-                poll=self._poll_while_waiting,
-            )
-            self._preflight(parts)
+            # Building may read a whole corpus: a stop must not wait for it.
+            with self._stops.may_leave():
+                parts = build(
+                    self._config,
+                    workdir=self._workdir,
+                    emit=self._log,
+                    poll=self._poll_while_waiting,
+                )
+                self._preflight(parts)
             self._enter(parts)
             state, ending = self._train(parts)
             if ending is Ending.FINISHED:
                 # A stop has waited already, as long as there was time.
                 parts.manager.close()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             step = self._loop.step if self._loop else -1
             fault = fault_of(error, step=step)
             self._finish_save(parts)
@@ -199,14 +200,17 @@ class Worker:
             mode=self._config.log.progress,
         )
         try:
-            if problem := self._cache.enable(device=parts.mesh.devices.flat[0]):
+            if problem := self._cache.enable(
+                device=parts.train_step.mesh.devices.flat[0]
+            ):
                 progress.note(f"warning: compiling without a cache: {problem}")
             with self._stops.may_leave():
                 state, restored, evaluated = self._first_state(parts, progress)
-                step_fn = self._compile(parts, state)
+                step_fn, eval_fn = self._compile(parts, state)
             self._loop = Loop(
                 parts,
                 step_fn,
+                eval_fn=eval_fn,
                 stops=self._stops,
                 emit=self._log,
                 progress=progress,
@@ -222,13 +226,22 @@ class Worker:
     ) -> tuple[TrainState, int, int]:
         """The newest good state or that of step 0, its label, the evaluated step."""
         self._log("phase", name="restore")
-        restored = parts.manager.restore(parts.target)
+        restored = parts.manager.restore(parts.train_step.abstract_state)
         if restored is None:
             self._log("phase", name="init")
-            return parts.init_state(), -1, -1
+            progress.note("a fresh start: compiling")
+            return parts.train_step.init(), -1, -1
         changes = self._compare(parts, restored.run)
+        # Those that change no numbers need no permission, but are told.
+        saved = restored.run.get("config", {})
+        told = changes | {
+            path: [saved[path], value]
+            for path, value in configs.flatten(self._config).items()
+            if path in saved and saved[path] != value
+        }
+        if told:
+            self._log("resume_changed", changes=told)
         if changes:
-            self._log("resume_changed", changes=changes)
             progress.note(f"resuming with other settings: {', '.join(changes)}")
         if any(name == "corpus" or name.startswith("data.") for name in changes):
             # Allowed by name: the place in the order stays, the order is another.
@@ -239,17 +252,21 @@ class Worker:
         evaluated = restored.step if restored.metrics else -1
         return restored.state, restored.step, evaluated
 
-    def _compile(self, parts: Parts, state: TrainState) -> Callable[..., Any]:
+    def _compile(self, parts: Parts, state: TrainState) -> tuple[Any, Any]:
+        """The train and the evaluation step, compiled before the loop begins."""
         self._log("phase", name="compile")
         started, hits = time.monotonic(), self._cache.num_hits
-        batch, word = parts.place(parts.example)
+        batch, word = parts.train_step.place(parts.example)
         step_fn = parts.train_step.lower(state, batch, word).compile()
+        eval_fn = None
+        if parts.heldout:
+            eval_fn = parts.eval_step.lower(state, batch).compile()
         self._log(
             "compile",
             secs=time.monotonic() - started,
             cached=self._cache.num_hits > hits,
         )
-        return step_fn
+        return step_fn, eval_fn
 
     def _poll_while_waiting(self) -> None:
         # Alone, a process may leave by itself; several must agree in a step.

@@ -1,6 +1,7 @@
 """A config becomes a run: restores, meshes, factories of one's own, one-line errors."""
 
 import pathlib
+import threading
 from typing import Any
 
 import jax
@@ -46,7 +47,7 @@ def follow(parts: Parts, state: Any, *, until: int) -> tuple[list[float], Any]:
     """Losses of the steps up to `until`, and the last state."""
     losses = []
     while int(state.step) < until:
-        batch, word = parts.place(next(parts.iterator))
+        batch, word = parts.train_step.place(next(parts.iterator))
         state, output = parts.train_step(state, batch, word)
         losses.append(float(output.metrics["loss"]))
     return losses, state
@@ -60,7 +61,7 @@ def bits(state: Any) -> list[bytes]:
 def test_every_committed_step_gives_the_identical_rest(tmp_path: pathlib.Path) -> None:
     config = small(15)
     parts = make(config, tmp_path)
-    losses, state = [], parts.init_state()
+    losses, state = [], parts.train_step.init()
     for step in range(15):
         position = parts.iterator.get_state()
         assert parts.manager.save(step, state, data=position, force=True)
@@ -71,16 +72,16 @@ def test_every_committed_step_gives_the_identical_rest(tmp_path: pathlib.Path) -
     parts.iterator.close()
     parts = make(config, tmp_path)
     assert parts.manager.steps() == list(range(15))
-    follow(parts, parts.init_state(), until=3)
-    num_programs = parts.train_step._cache_size()
+    follow(parts, parts.train_step.init(), until=3)
+    num_programs = parts.train_step._jitted._cache_size()
     for step in parts.manager.steps():
-        restored = parts.manager.restore(parts.target, step=step)
+        restored = parts.manager.restore(parts.train_step.abstract_state, step=step)
         parts.iterator.set_state(restored.data)
         rest, state = follow(parts, restored.state, until=15)
         assert rest == losses[step:], step
         assert bits(state) == final, step
     # The restored states all fitted the program of the fresh one.
-    assert parts.train_step._cache_size() == num_programs
+    assert parts.train_step._jitted._cache_size() == num_programs
     parts.iterator.close()
 
 
@@ -106,22 +107,22 @@ def test_meshes_give_the_same_losses(
 ) -> None:
     num_steps = 100 if full else 30
     one = make(small(), tmp_path, devices=jax.devices()[:1])
-    expected, _ = follow(one, one.init_state(), until=num_steps)
+    expected, _ = follow(one, one.train_step.init(), until=num_steps)
     one.iterator.close()
     data, fsdp, tensor = shape
     sharded = small(mesh__data=data, mesh__fsdp=fsdp, mesh__tensor=tensor)
     parts = make(sharded, tmp_path)
-    losses, state = follow(parts, parts.init_state(), until=num_steps)
+    losses, state = follow(parts, parts.train_step.init(), until=num_steps)
     parts.iterator.close()
     tolerance = 1e-5 if tensor > 1 else 3e-6
     np.testing.assert_allclose(losses, expected, rtol=tolerance)
-    assert jax.tree.map(lambda x: x.sharding, state) == parts.shardings
+    assert jax.tree.map(lambda x: x.sharding, state) == parts.train_step.state_shardings
 
 
 def test_initialisation_does_not_depend_on_the_mesh(tmp_path: pathlib.Path) -> None:
     one = make(small(), tmp_path, devices=jax.devices()[:1])
     parts = make(small(mesh__fsdp=8, mesh__data=1), tmp_path)
-    assert bits(one.init_state()) == bits(parts.init_state())
+    assert bits(one.train_step.init()) == bits(parts.train_step.init())
     for each in (one, parts):
         each.iterator.close()
 
@@ -129,14 +130,16 @@ def test_initialisation_does_not_depend_on_the_mesh(tmp_path: pathlib.Path) -> N
 def test_initialisation_never_holds_an_unsharded_leaf(tmp_path: pathlib.Path) -> None:
     config = small(mesh__fsdp=8, mesh__data=1, model__width=128, model__vocab_size=4096)
     parts = make(config, tmp_path)
+    step = parts.train_step
     compiled = (
-        jax.jit(parts.factory.make_state, out_shardings=parts.shardings)
-        .lower(parts.key)
+        jax.jit(step._factory.make_state, out_shardings=step.state_shardings)
+        .lower(step._key)
         .compile()
     )
     memory = compiled.memory_analysis()
     largest = max(
-        x.size * x.dtype.itemsize for x in jax.tree.leaves(parts.target.params)
+        x.size * x.dtype.itemsize
+        for x in jax.tree.leaves(parts.train_step.abstract_state.params)
     )
     assert memory.temp_size_in_bytes < largest
     parts.iterator.close()
@@ -152,7 +155,7 @@ def test_own_functions_by_name(tmp_path: pathlib.Path, monkeypatch: Any) -> None
         optimizer__learning_rate=0.1,
     )
     parts = make(config, tmp_path)
-    losses, state = follow(parts, parts.init_state(), until=30)
+    losses, state = follow(parts, parts.train_step.init(), until=30)
     assert losses[-1] < 0.2 * losses[0]
     assert state.params["w"].shape == (4,)
     assert parts.items == ("rows", 8)
@@ -233,3 +236,59 @@ def test_facts_tell_configs_and_corpora_apart(tmp_path: pathlib.Path) -> None:
     parts = make(small(remat__plan="full", train__max_nonfinite=3), tmp_path)
     parts.iterator.close()
     assert parts.facts == facts[0]
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 1), (2, 4, 1), (2, 2, 2)])
+def test_sharded_parameters_do_not_unshard_the_batch(
+    tmp_path: pathlib.Path, shape: tuple[int, int, int]
+) -> None:
+    """Each device computes its own rows, whatever the parameters are split by."""
+    costs = {}
+    for data, fsdp, tensor in ((8, 1, 1), shape):
+        config = small(
+            mesh__data=data,
+            mesh__fsdp=fsdp,
+            mesh__tensor=tensor,
+            model__width=128,
+            data__seq_len=128,
+            data__global_batch=16,
+            remat__plan="none",
+        )
+        parts = make(config, tmp_path)
+        parts.iterator.close()
+        batch, word = parts.train_step.place(parts.example)
+        compiled = parts.train_step.lower(None, batch, word).compile()
+        memory = compiled.memory_analysis().temp_size_in_bytes
+        costs[data, fsdp, tensor] = (memory, compiled.cost_analysis()["flops"])
+    (whole, whole_flops), (split, split_flops) = costs[8, 1, 1], costs[shape]
+    # The tensor axis keeps residuals whole and splits what is between them.
+    limit = 1.3 if shape[2] == 1 else 2.0
+    assert split < limit * whole
+    assert split_flops < 1.15 * whole_flops
+
+
+def test_a_mistake_in_the_loss_is_one_line(tmp_path: Any, monkeypatch: Any) -> None:
+    (tmp_path / "own_parts.py").write_text(
+        "def arity(config): return lambda outputs: outputs\n"
+        "def missing(config): return lambda outputs, batch: batch['labels']\n"
+        "def number(config): return 42\n"
+        "def leaves(config): raise SystemExit(3)\n"
+        "def rows(config):\n"
+        "    from jaxft.data.sources import Sources\n"
+        "    return Sources([{'x': 1.0}] * 100)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for setting, name in [
+        ("loss__factory", "arity"),
+        ("loss__factory", "missing"),
+        ("loss__factory", "number"),
+        ("loss__factory", "leaves"),
+        ("model__factory", "leaves"),
+        ("data__factory", "rows"),
+    ]:
+        with pytest.raises(ConfigError) as error:
+            make(small(**{setting: f"own_parts:{name}"}), tmp_path)
+        assert error.value.path == setting.replace("__", "."), name
+        assert "\n" not in str(error.value)
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if name.startswith("jaxft-read")]

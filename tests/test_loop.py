@@ -33,8 +33,7 @@ class Recorder:
             iterator=self,
             manager=self,
             heldout=({},),
-            place=self.place,
-            eval_step=self.evaluate,
+            train_step=self,
             facts={"jax": "x"},
             items=("rows", 1),
         )
@@ -111,6 +110,7 @@ class Recorder:
         return Loop(
             self.parts,
             self.step_fn,
+            eval_fn=self.evaluate,
             stops=self,
             emit=lambda kind, **fields: None,
             progress=self,
@@ -249,7 +249,7 @@ def test_a_failed_save_reaches_the_loop_through_the_word() -> None:
 def test_a_save_bit_saves_although_no_policy_asked() -> None:
     recorder = Recorder(config_of(5))
     original = recorder.place
-    recorder.parts.place = lambda batch, control=0: original(batch, Control.SAVE)
+    recorder.place = lambda batch, control=0: original(batch, Control.SAVE)
     recorder.loop().run(0)
     assert {2, 4} <= set(recorder.committed)
 

@@ -25,6 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxft.config import ConfigError, LossConfig, ModelConfig, RematConfig
 from jaxft.models.losses import softmax_sums
+from jaxft.parallel.activations import constrain_rows
 from jaxft.remat.layers import apply_layers, scan_layers
 from jaxft.remat.policies import Policy, parse_plan
 from jaxft.types import Batch, Sums
@@ -227,7 +228,7 @@ class Transformer(nnx.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """`[B, T]` -> `[B, T, V]`."""
         embedding = self.embedding[...]
-        x = embedding[tokens]
+        x = constrain_rows(embedding[tokens])
         rope = make_rope(tokens.shape[1], self.head_dim, theta=self.rope_theta)
         x = self._apply_blocks(x, rope)
         x = self.final_norm(x)
@@ -236,7 +237,7 @@ class Transformer(nnx.Module):
 
     def _apply_blocks(self, x: jax.Array, rope: Rope) -> jax.Array:
         def apply_block(x: jax.Array, block: Block) -> tuple[jax.Array, None]:
-            return block(x, rope), None
+            return constrain_rows(block(x, rope)), None
 
         # A module is a tree of arrays: a stacked block scans like any other.
         if isinstance(self.layers, nnx.List):

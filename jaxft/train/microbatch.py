@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxft.parallel.activations import constrain_rows
 from jaxft.types import Batch, LossFn, PyTree, Sums
 
 
@@ -40,6 +41,8 @@ def sum_gradients(
     """
 
     def one(extra: PyTree, batch: Batch, index: Any) -> tuple[PyTree, Sums, PyTree]:
+        batch = jax.tree.map(constrain_rows, batch)
+
         def loss_sum(params: PyTree) -> tuple[jax.Array, tuple[Sums, PyTree]]:
             key = jax.random.fold_in(rng, index)
             sums, new_extra = loss(params, extra, batch, key, train=True)

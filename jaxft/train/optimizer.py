@@ -1,4 +1,4 @@
-"""The shipped optimizer: AdamW with warm-up, cosine decay and clipping.
+"""The shipped optimizer: AdamW with warm-up and cosine decay.
 
 World: device. Floor: a peer of `data` and `checkpoint`. Read `jaxft/train/state.py`
 next. One's own optimizer enters as `optimizer.factory`, any function from an
@@ -32,8 +32,9 @@ def make_schedule(config: OptimizerConfig) -> optax.Schedule:
         if decay_steps <= 0:
             raise ConfigError(
                 "optimizer.warmup_steps",
-                f"{config.warmup_steps} leaves no update of "
-                f"optimizer.decay_steps {config.decay_steps} for the decay",
+                f"{config.warmup_steps} leaves no update of optimizer.decay_steps "
+                f"{config.decay_steps} for the decay: lower it, or train longer "
+                "(decay_steps follows train.num_steps)",
             )
         after = optax.cosine_decay_schedule(peak, decay_steps, config.end_fraction)
     if config.warmup_steps == 0:
@@ -46,17 +47,14 @@ def make_schedule(config: OptimizerConfig) -> optax.Schedule:
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """AdamW (Loshchilov and Hutter, arXiv:1711.05101) behind a global norm clip."""
-    adamw = optax.adamw(
+    """AdamW (Loshchilov and Hutter, arXiv:1711.05101); the step clips."""
+    return optax.adamw(
         make_schedule(config),
         b1=config.b1,
         b2=config.b2,
         weight_decay=config.weight_decay,
         mask=decay_mask,
     )
-    if config.clip_norm == 0:
-        return adamw
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
 
 
 def decay_mask(params: Any) -> Any:

@@ -3,109 +3,184 @@
 World: device, traced. Floor: a peer of `data` and `checkpoint`. Read
 `jaxft/types.py` before and `jaxft/loop.py`, the host half, after this file.
 
+    step = make_train_step(model, optimizer, mesh=mesh)
+    state = step.init()
+    for rows in batches:
+        state, output = step(state, rows)
+
 A step draws its randomness from `fold_in(state.rng, state.step)`, so it is a pure
 function of the state and the batch: running it again gives the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxft.config import PrecisionConfig, TrainConfig
+from jaxft.config import PrecisionConfig, ShardingConfig, TrainConfig
+from jaxft.parallel import sharding as placing
+from jaxft.parallel.activations import rows_on
+from jaxft.parallel.mesh import make_mesh
 from jaxft.parallel.precision import Precision, make_precision
 from jaxft.records import Control
+from jaxft.train.ema import averaged_params, with_ema
 from jaxft.train.microbatch import sum_gradients
-from jaxft.types import Batch, LossFn, PyTree, StepOutput, Sums, TrainState
+from jaxft.train.state import StateFactory, abstract_state, make_key
+from jaxft.types import Batch, LossFn, Model, PyTree, StepOutput, Sums, TrainState
+
+
+class TrainStep:
+    """A jitted step with all that is needed to use it; see `make_train_step`.
+
+    Calling it gives the next state and a `StepOutput`, and donates the old state.
+
+    Attributes:
+        mesh: where it runs.
+        abstract_state: a `TrainState` of `jax.ShapeDtypeStruct` with shardings: what
+            to restore into.
+        state_shardings: a `TrainState` of `NamedSharding`.
+        placements: the same with the reason for each; see `explain`.
+        batch_sharding: of every array of a batch.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        optimizer: optax.GradientTransformation,
+        *,
+        mesh: jax.sharding.Mesh,
+        config: TrainConfig,
+        precision: Precision,
+        sharding: ShardingConfig,
+    ):
+        if config.ema_decay > 0:
+            optimizer = with_ema(optimizer, config.ema_decay)
+        self._factory = StateFactory(model, optimizer, precision=precision)
+        self._key = make_key(config)
+        shapes = self._factory.plan_shapes(self._key)
+        self.mesh = mesh
+        self.placements = placing.plan_state_placements(
+            shapes, mesh=mesh, config=sharding, axes=model.axes
+        )
+        self.state_shardings = jax.tree.map(lambda p: p.sharding, self.placements)
+        self.abstract_state = abstract_state(shapes, shardings=self.state_shardings)
+        self.batch_sharding = placing.batch_sharding(mesh, config=sharding)
+        self._jitted = jax.jit(
+            _trace(
+                _in_compute_dtype(model.loss, precision),
+                optimizer,
+                config=config,
+                accum_dtype=precision.accum_dtype,
+                rows=self.batch_sharding,
+            ),
+            donate_argnums=0,
+            in_shardings=(
+                self.state_shardings,
+                self.batch_sharding,
+                NamedSharding(mesh, PartitionSpec(mesh.axis_names)),
+            ),
+            out_shardings=(
+                self.state_shardings,
+                NamedSharding(mesh, PartitionSpec()),
+            ),
+        )
+
+    def init(self, key: jax.Array | None = None) -> TrainState:
+        """The state at step 0, born sharded; `key` is the config's when left out."""
+        key = self._key if key is None else key
+        return self._factory.init_state(key, shardings=self.state_shardings)
+
+    def place(
+        self, rows: Mapping[str, np.ndarray], control: int = 0
+    ) -> tuple[Batch, jax.Array]:
+        """Host rows and a control word onto the devices, in one transfer."""
+        return placing.put_batch(rows, sharding=self.batch_sharding, control=control)
+
+    def __call__(
+        self, state: TrainState, batch: Batch, control: jax.Array | None = None
+    ) -> tuple[TrainState, StepOutput]:
+        """One step; host arrays are placed on the way."""
+        return self._jitted(state, batch, self._word(control))
+
+    def lower(
+        self,
+        state: TrainState | None = None,
+        batch: Batch | None = None,
+        control: jax.Array | None = None,
+    ) -> jax.stages.Lowered:
+        """Lowers for these arguments; left out, the state is `abstract_state`."""
+        state = self.abstract_state if state is None else state
+        return self._jitted.lower(state, batch, self._word(control))
+
+    def explain(self) -> str:
+        """A table of every leaf: shape, spec, bytes per device, why."""
+        return placing.explain(self.abstract_state, self.placements)
+
+    def _word(self, control: jax.Array | None) -> Any:
+        if control is not None:
+            return control
+        return np.zeros(self.mesh.devices.size, np.int32)
 
 
 def make_train_step(
-    loss: LossFn,
+    model: Model,
     optimizer: optax.GradientTransformation,
     *,
+    mesh: jax.sharding.Mesh | None = None,
     config: TrainConfig | None = None,
-    precision: Precision | None = None,
-    state_shardings: PyTree | None = None,
-) -> jax.stages.Wrapped:
-    """Builds the jitted step; it donates the state.
+    precision: PrecisionConfig | None = None,
+    sharding: ShardingConfig | None = None,
+) -> TrainStep:
+    """Builds the step of a model; it allocates nothing.
 
     Args:
-        loss: see `jaxft.types.LossFn`; `Model.loss` is one.
-        optimizer: an optax transformation of the parameters.
-        config: microbatches and the non-finite guard.
+        model: from `jaxft.from_functions`, `from_linen`, `from_nnx`, or by hand.
+        optimizer: any optax transformation of the parameters.
+        mesh: where it runs; all devices, data parallel, when left out.
+        config: microbatches, clipping, average, guard, seed.
         precision: dtypes; float32 throughout when left out.
-        state_shardings: a `TrainState` of `NamedSharding`; the new state is placed
-            like the old one. Left out, the compiler chooses.
+        sharding: which dim of which leaf lies on which mesh axis.
 
-    Returns:
-        A jitted `TrainStep`; `.lower(state, batch, control).compile()` works on it.
+    Raises:
+        ConfigError: a setting cannot work with this model or mesh.
     """
-    config = config or TrainConfig()
-    precision = precision or make_precision(PrecisionConfig())
-    compute_loss = _in_compute_dtype(loss, precision)
-
-    def train_step(
-        state: TrainState, batch: Batch, control: jax.Array
-    ) -> tuple[TrainState, StepOutput]:
-        grads, sums, extra = sum_gradients(
-            compute_loss,
-            state.params,
-            extra=state.extra,
-            batch=batch,
-            rng=jax.random.fold_in(state.rng, state.step),
-            num_microbatches=config.num_microbatches,
-            accum_dtype=precision.accum_dtype,
-        )
-        weight = _safe(sums["loss"][1])
-        grads = jax.tree.map(
-            lambda g, p: (g / weight.astype(g.dtype)).astype(p.dtype),
-            grads,
-            state.params,
-        )
-        metrics = {name: total / _safe(w) for name, (total, w) in sums.items()}
-        metrics["grad_norm"] = optax.tree.norm(grads)
-        finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        new = TrainState(
-            step=state.step + 1,
-            num_skipped=state.num_skipped,
-            params=params,
-            opt_state=opt_state,
-            rng=state.rng,
-            extra=extra,
-        )
-        if config.guard:
-            new = _guard(finite, new=new, old=state)
-        metrics = {name: m.astype(jnp.float32) for name, m in metrics.items()}
-        return new, StepOutput(metrics, finite, reduce_control(control))
-
-    if state_shardings is None:
-        return jax.jit(train_step, donate_argnums=0)
-    replicated = _replicated_like(state_shardings)
-    return jax.jit(
-        train_step, donate_argnums=0, out_shardings=(state_shardings, replicated)
+    return TrainStep(
+        model,
+        optimizer,
+        mesh=make_mesh() if mesh is None else mesh,
+        config=config or TrainConfig(),
+        precision=make_precision(precision or PrecisionConfig()),
+        sharding=sharding or ShardingConfig(),
     )
 
 
 def make_eval_step(
-    loss: LossFn, *, precision: Precision | None = None
-) -> Callable[[TrainState, Batch], Sums]:
-    """Builds the jitted evaluation step: the sums over one batch, `train=False`."""
-    precision = precision or make_precision(PrecisionConfig())
-    compute_loss = _in_compute_dtype(loss, precision)
+    loss: LossFn,
+    *,
+    precision: PrecisionConfig | None = None,
+    batch_sharding: NamedSharding | None = None,
+) -> jax.stages.Wrapped:
+    """Builds the jitted evaluation: (state, batch) -> sums, with `train=False`.
 
-    @jax.jit
+    It takes the averaged parameters where the state has them.
+    """
+    precise = make_precision(precision or PrecisionConfig())
+    compute_loss = _in_compute_dtype(loss, precise)
+
     def eval_step(state: TrainState, batch: Batch) -> Sums:
-        sums, _ = compute_loss(state.params, state.extra, batch, state.rng, train=False)
+        with rows_on(batch_sharding):
+            params = averaged_params(state)
+            sums, _ = compute_loss(params, state.extra, batch, state.rng, train=False)
         return sums
 
-    return eval_step
+    return jax.jit(eval_step)
 
 
 def reduce_control(control: jax.Array) -> jax.Array:
@@ -116,6 +191,64 @@ def reduce_control(control: jax.Array) -> jax.Array:
     bits = jnp.arange(len(Control), dtype=jnp.int32)
     each = (control[:, None] >> bits[None, :]) & 1
     return jnp.sum(jnp.max(each, axis=0) << bits, dtype=jnp.int32)
+
+
+def _trace(
+    loss: LossFn,
+    optimizer: optax.GradientTransformation,
+    *,
+    config: TrainConfig,
+    accum_dtype: Any,
+    rows: NamedSharding,
+) -> Callable[..., tuple[TrainState, StepOutput]]:
+    """The step as a plain function of arrays."""
+    gradients = functools.partial(
+        sum_gradients,
+        loss,
+        num_microbatches=config.num_microbatches,
+        accum_dtype=accum_dtype,
+    )
+
+    def train_step(
+        state: TrainState, batch: Batch, control: jax.Array
+    ) -> tuple[TrainState, StepOutput]:
+        with rows_on(rows):
+            grads, sums, extra = gradients(
+                state.params,
+                extra=state.extra,
+                batch=batch,
+                rng=jax.random.fold_in(state.rng, state.step),
+            )
+        metrics = {
+            name: total / _safe(weight) for name, (total, weight) in sums.items()
+        }
+        weight = _safe(sums["loss"][1])
+        grads = jax.tree.map(
+            lambda g, p: (g / weight.astype(g.dtype)).astype(p.dtype),
+            grads,
+            state.params,
+        )
+        metrics["grad_norm"] = norm = optax.tree.norm(grads)
+        if config.clip_norm > 0:
+            scale = jnp.minimum(1.0, config.clip_norm / jnp.maximum(norm, 1e-30))
+            grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
+        finite &= jnp.isfinite(optax.tree.norm(updates))
+        new = TrainState(
+            step=state.step + 1,
+            num_skipped=state.num_skipped,
+            params=optax.apply_updates(state.params, updates),
+            opt_state=opt_state,
+            rng=state.rng,
+            extra=extra,
+        )
+        if config.guard:
+            new = _guard(finite, new=new, old=state)
+        metrics = {name: value.astype(jnp.float32) for name, value in metrics.items()}
+        return new, StepOutput(metrics, finite, reduce_control(control))
+
+    return train_step
 
 
 def _in_compute_dtype(loss: LossFn, precision: Precision) -> LossFn:
@@ -145,8 +278,3 @@ def _guard(finite: jax.Array, *, new: TrainState, old: TrainState) -> TrainState
 def _safe(weight: jax.Array) -> jax.Array:
     """A batch of nothing but padding has the mean 0, not NaN."""
     return jnp.where(weight > 0, weight, jnp.ones_like(weight))
-
-
-def _replicated_like(shardings: PyTree) -> NamedSharding:
-    mesh = jax.tree.leaves(shardings)[0].mesh
-    return NamedSharding(mesh, PartitionSpec())

@@ -109,13 +109,13 @@ def test_restored_state_is_bit_equal_and_donated(tmp_path: pathlib.Path) -> None
     config.data.corpus = Corpus.SYNTHETIC
     configs.lock(configs.resolve(config))
     parts = build(config, workdir=tmp_path, emit=ignore_event)
-    state = parts.init_state()
-    batch, word = parts.place(next(parts.iterator))
+    state = parts.train_step.init()
+    batch, word = parts.train_step.place(next(parts.iterator))
     state, _ = parts.train_step(state, batch, word)
     before = [np.asarray(x) for x in jax.tree.leaves(state.params)]
     parts.manager.save(1, state, data=parts.iterator.get_state(), force=True)
     parts.manager.wait()
-    restored = parts.manager.restore(parts.target)
+    restored = parts.manager.restore(parts.train_step.abstract_state)
     assert restored is not None
     after = [np.asarray(x) for x in jax.tree.leaves(restored.state.params)]
     assert all(a.tobytes() == b.tobytes() for a, b in zip(before, after, strict=True))
@@ -134,8 +134,10 @@ def test_remat_lowers_the_compiled_memory(tmp_path: pathlib.Path, plan: str) -> 
         config.remat.plan = each
         configs.lock(configs.resolve(config))
         parts = build(config, workdir=tmp_path, emit=ignore_event)
-        batch, word = parts.place(parts.example)
-        compiled = parts.train_step.lower(parts.target, batch, word).compile()
+        batch, word = parts.train_step.place(parts.example)
+        compiled = parts.train_step.lower(
+            parts.train_step.abstract_state, batch, word
+        ).compile()
         temp_bytes[each] = compiled.memory_analysis().temp_size_in_bytes
         parts.iterator.close()
     assert temp_bytes[plan] < temp_bytes["none"]
