@@ -9,11 +9,15 @@ from __future__ import annotations
 import traceback
 
 from jaxft.config import ConfigError
-from jaxft.records import Fault, FaultError, FaultKind
+from jaxft.records import MAX_EVIDENCE_BYTES, Fault, FaultError, FaultKind
 
 # XLA's status code for an allocation that does not fit; the message of the
 # exception starts with it on every backend.
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+# JAX adds this note to every exception that passes through it. It says nothing about
+# the failure, and would stand where a reader looks for the exception.
+_JAX_NOTE = "JAX has removed its internal frames"
+_HEADER = "Traceback (most recent call last):\n"
 
 
 def fault_of(error: BaseException, *, step: int = -1) -> Fault:
@@ -30,5 +34,41 @@ def fault_of(error: BaseException, *, step: int = -1) -> Fault:
             evidence=f"{first_line}\nlower data.global_batch, raise "
             "train.num_microbatches or mesh.fsdp, or choose a remat.plan",
         )
-    text = "".join(traceback.format_exception(error))
-    return Fault(kind=FaultKind.EXCEPTION, step=step, evidence=text)
+    return Fault(kind=FaultKind.EXCEPTION, step=step, evidence=_evidence(error))
+
+
+def _evidence(error: BaseException) -> str:
+    """The traceback without JAX's notes; both ends of the exception are kept.
+
+    What does not fit is cut from the middle of a long message and from the outermost
+    frames, and the text still reads as a traceback.
+    """
+    report = traceback.TracebackException.from_exception(error)
+    _drop_notes(report)
+    exception = "".join(report.format_exception_only())
+    text = "".join(report.format())
+    if len(text.encode()) <= MAX_EVIDENCE_BYTES:
+        return text
+    frames = text.removesuffix(exception)
+    exception = _without_middle(exception, MAX_EVIDENCE_BYTES // 2)
+    room = MAX_EVIDENCE_BYTES - len((_HEADER + exception).encode()) - 16
+    kept = frames.encode()[-room:].decode(errors="ignore").partition("\n")[2]
+    return f"{_HEADER}  ...\n{kept}{exception}"
+
+
+def _drop_notes(report: traceback.TracebackException) -> None:
+    """From the exception, what it came from, and the parts of a group."""
+    if isinstance(notes := report.__notes__, list):
+        report.__notes__ = [note for note in notes if _JAX_NOTE not in repr(note)]
+    for other in (report.__cause__, report.__context__, *(report.exceptions or ())):
+        if other is not None:
+            _drop_notes(other)
+
+
+def _without_middle(text: str, max_bytes: int) -> str:
+    data = text.encode()
+    if len(data) <= max_bytes:
+        return text
+    half = max_bytes // 2 - 8
+    head, tail = data[:half], data[-half:]
+    return f"{head.decode(errors='ignore')} [...] {tail.decode(errors='ignore')}"

@@ -16,9 +16,11 @@ class NonfiniteRule:
 
     Args:
         max_in_a_row: this many non-finite steps one after the other end the run.
+        guarded: whether such a step is not applied (`train.guard`).
     """
 
     max_in_a_row: int
+    guarded: bool = True
     _in_a_row: int = 0
 
     def observe(self, step: int, *, finite: bool) -> None:
@@ -30,11 +32,12 @@ class NonfiniteRule:
         self._in_a_row = 0 if finite else self._in_a_row + 1
         if self._in_a_row >= self.max_in_a_row:
             first = step - self._in_a_row + 1
+            applied = "none of them was applied" if self.guarded else "all were applied"
             raise FaultError(
                 Fault(
                     kind=FaultKind.NONFINITE,
                     step=step,
                     evidence=f"loss or gradient not finite in steps {first} to {step}; "
-                    "none of them was applied",
+                    + applied,
                 )
             )

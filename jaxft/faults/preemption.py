@@ -26,6 +26,10 @@ from jaxft.records import Emit, ignore_event
 # The same signal again within this time is an echo: a bounced key, or a signal to the
 # whole process group that the supervisor also passes on. Later it means: now.
 REPEAT_SECS = 3.0
+# The worker's part of the grace time ends this much earlier than the whole, so that it
+# leaves by itself, with its reason, before the supervisor or the scheduler kills it.
+MARGIN_SECS = 2.0
+MARGIN_SHARE = 0.1
 # Nobody may catch these, or they tell of a crash or of a child, not of a wish.
 _NOT_REQUESTS = frozenset(
     {"SIGKILL", "SIGSTOP", "SIGCHLD", "SIGCLD", "SIGSEGV", "SIGBUS", "SIGFPE"}
@@ -88,7 +92,8 @@ class StopRequests:
         environ: Mapping[str, str] = os.environ,
     ):
         self._signals = parse_signals(config.signals)
-        self._grace_secs = config.grace_secs
+        margin_secs = min(MARGIN_SECS, MARGIN_SHARE * config.grace_secs)
+        self._work_secs = config.grace_secs - margin_secs
         self._emit = emit
         self._clock = clock
         self._leave = leave
@@ -132,10 +137,13 @@ class StopRequests:
         return self._urgent
 
     def deadline_secs(self) -> float | None:
-        """Seconds left of the grace time, at least 0; None without a request."""
+        """Seconds left for work, at least 0; None without a request.
+
+        They end before the grace time does, by `MARGIN_SECS` or less.
+        """
         if self.poll() is None:
             return None
-        return max(0.0, self._since + self._grace_secs - self._clock())
+        return max(0.0, self._since + self._work_secs - self._clock())
 
     @contextlib.contextmanager
     def may_leave(self) -> Generator[None, None, None]:

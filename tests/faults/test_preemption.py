@@ -81,7 +81,7 @@ def test_a_signal_is_a_request(name):
         assert stops.deadline_secs() is None
         raise_signal(number)
         assert stops.poll() == name
-        assert 29.0 < stops.deadline_secs() <= 30.0
+        assert 27.0 < stops.deadline_secs() <= 28.0
         assert not stops.urgent
     assert events == [("stop_request", {"reason": name})]
     assert signal.getsignal(number) == before
@@ -129,7 +129,7 @@ def test_again_within_three_seconds_is_the_same_request_later_means_now():
         raise_signal(signal.SIGINT)
         wait_for(lambda: stops.urgent)
         assert stops.poll() == "SIGINT"
-        assert stops.deadline_secs() == pytest.approx(30 - 3.9)
+        assert stops.deadline_secs() == pytest.approx(28 - 3.9)
         clock.now += 100
         assert stops.deadline_secs() == 0.0
     assert len(events) == 1
@@ -251,7 +251,16 @@ def test_time_limit():
         assert stops.poll() is None
         clock.now += 1
         assert stops.poll() == "time limit"
-        assert stops.deadline_secs() == 30.0
+        assert stops.deadline_secs() == 28.0
+
+
+@pytest.mark.parametrize(
+    ("grace_secs", "work_secs"), [(0.0, 0.0), (1.0, 0.9), (10.0, 9.0), (3600.0, 3598.0)]
+)
+def test_the_time_to_work_ends_before_the_grace_time(grace_secs, work_secs):
+    stops = make(clock=Clock(), grace_secs=grace_secs)
+    stops.request()
+    assert stops.deadline_secs() == pytest.approx(work_secs)
 
 
 def test_time_limit_goes_on_over_restarts():
@@ -397,14 +406,16 @@ def test_forked_children_mean_what_they_meant():
         """
         with stops() as s:
             pids = []
+            told, tell = os.pipe()
             for _ in range(3):
                 pid = os.fork()
                 if pid == 0:
-                    assert signal.set_wakeup_fd(-1) == -1
+                    # Python lets a child go only after the fork: it says when.
+                    os.write(tell, b"y" if signal.set_wakeup_fd(-1) == -1 else b"n")
                     time.sleep(15)
                     os._exit(3)
                 pids.append(pid)
-            time.sleep(0.2)
+            assert [os.read(told, 1) for _ in pids] == [b"y"] * 3
             # As multiprocessing's `terminate` does: ends the child, tells us nothing.
             os.kill(pids[0], signal.SIGTERM)
             assert os.waitpid(pids[0], 0)[1] == signal.SIGTERM
