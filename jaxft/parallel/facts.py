@@ -16,7 +16,7 @@ import jax
 from jaxft.parallel.mesh import describe_mesh
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax")
-_ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+_ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
 _JAX_SETTINGS = (
     "jax_default_matmul_precision",
     "jax_default_prng_impl",
@@ -40,6 +40,7 @@ def collect_facts(mesh: jax.sharding.Mesh) -> dict[str, Any]:
     # As text: some settings are enums, and their default is None.
     facts |= {name: str(getattr(jax.config, name, None)) for name in _JAX_SETTINGS}
     facts |= {f"mesh.{name}": value for name, value in described.items()}
+    facts["backend"] = mesh.devices.flat[0].client.platform_version
     facts["num_processes"] = len({d.process_index for d in mesh.devices.flat})
     if described["platform"] == "cpu":
         # Vector width decides the order of sums: another CPU, other last bits.

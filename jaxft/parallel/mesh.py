@@ -45,10 +45,10 @@ def make_mesh(
         is its size over slices (`dcn_*`) times its size within a slice.
 
     Raises:
-        ConfigError: the sizes do not fit the devices.
+        ConfigError: the sizes do not fit the devices, or JAX finds none.
     """
     config = MeshConfig() if config is None else config
-    devices = jax.devices() if devices is None else list(devices)
+    devices = _all_devices() if devices is None else list(devices)
     used = _choose_devices(config, devices=devices)
     within, over = plan_axes(config, num_devices=len(used))
     grid = _arrange(used, within=within, over=over)
@@ -107,6 +107,16 @@ def plan_axes(
         )
     values = tuple(sizes.values())
     return values[: len(AXES)], values[len(AXES) :]
+
+
+def _all_devices() -> list[jax.Device]:
+    try:
+        return jax.devices()
+    except RuntimeError as error:
+        # A plug-in without its hardware, or JAX_PLATFORMS names what is not here.
+        raise ConfigError(
+            "mesh", f"JAX finds no usable device: {_first_line(error)}"
+        ) from error
 
 
 def _choose_devices(

@@ -20,8 +20,8 @@ _DTYPES: dict[str, Any] = {
     "float64": jnp.float64,
     "float32": jnp.float32,
     "bfloat16": jnp.bfloat16,
-    "float16": jnp.float16,
 }
+_WIDE = frozenset(np.dtype(known) for known in (*_DTYPES.values(), jnp.float16))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +56,8 @@ def make_precision(config: PrecisionConfig | None = None) -> Precision:
     """Resolves the dtype names.
 
     Raises:
-        ConfigError: a name is not one of float64, float32, bfloat16 and float16, or
-            it is float64 and JAX's 64-bit mode is off.
+        ConfigError: a name is not one of float64, float32 and bfloat16, or it is
+            float64 and JAX's 64-bit mode is off.
     """
     config = PrecisionConfig() if config is None else config
     return Precision(
@@ -69,6 +69,12 @@ def make_precision(config: PrecisionConfig | None = None) -> Precision:
 
 
 def _resolve(field: str, name: str) -> np.dtype:
+    if name == "float16":
+        raise ConfigError(
+            f"precision.{field}",
+            "float16 ends at 65504 and a loss is summed without a scale: gradients "
+            "overflow; use bfloat16",
+        )
     if name not in _DTYPES:
         raise ConfigError(
             f"precision.{field}", f"{name!r} is not one of {', '.join(_DTYPES)}"
@@ -83,10 +89,8 @@ def _resolve(field: str, name: str) -> np.dtype:
 
 
 def _cast(tree: PyTree, dtype: np.dtype) -> PyTree:
-    wide = {np.dtype(known) for known in _DTYPES.values()}
-
     def cast(leaf: Any) -> Any:
-        if getattr(leaf, "dtype", None) not in wide:
+        if getattr(leaf, "dtype", None) not in _WIDE:
             return leaf
         return leaf.astype(dtype)
 

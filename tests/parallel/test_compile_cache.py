@@ -1,14 +1,22 @@
 """The compile cache serves, and where it cannot it is only a warning."""
 
+import importlib.metadata
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
+import warnings
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxft.events import read_events
+from jaxft.parallel import compile_cache
+from jaxft.parallel.compile_cache import CompileCache
 
 pytestmark = [pytest.mark.device, pytest.mark.timeout(120)]
 
@@ -25,24 +33,48 @@ print(cache.num_hits, problem)
 """
 
 
-def compile_once(workdir: pathlib.Path, mode: str = "keep") -> tuple[int, str]:
+def compile_once(
+    workdir: pathlib.Path, mode: str = "keep", *options: str
+) -> tuple[int, str]:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(workdir), mode],
+        [sys.executable, *options, "-c", PROGRAM, str(workdir), mode],
         capture_output=True,
         text=True,
         check=True,
     )
     value, last = done.stdout.splitlines()
-    assert value == "6.7317677"
+    assert float(value) == pytest.approx(6.731767, abs=1e-4)
+    assert done.stderr == ""
     hits, _, problem = last.partition(" ")
     return int(hits), problem
+
+
+class Events(list):
+    def __call__(self, kind, /, **fields):
+        self.append((kind, fields))
+
+
+def compile_here(folder: pathlib.Path) -> tuple[int, Events]:
+    """A program that this process has not compiled yet, with the cache in `folder`."""
+    events = Events()
+    cache = CompileCache(folder, mode="keep", emit=events)
+    assert cache.enable(device=jax.devices()[0]) == ""
+    jax.clear_caches()
+    jax.jit(lambda x: jnp.cos(x) @ x)(np.ones((8, 8)))
+    cache.close()
+    return cache.num_hits, events
+
+
+def entries(folder: pathlib.Path) -> list[pathlib.Path]:
+    return sorted(path for path in folder.rglob("*-cache") if path.is_file())
 
 
 def test_the_second_process_is_served(tmp_path: pathlib.Path) -> None:
     assert compile_once(tmp_path) == (0, "")
     (name,) = os.listdir(tmp_path / "cache")
     assert name.startswith("cpu-")
-    assert "jaxlib" in name
+    for package in ("jax", "jaxlib"):
+        assert f"-{package}{importlib.metadata.version(package)}-" in name
     assert compile_once(tmp_path)[0] > 0
     assert compile_once(tmp_path, "off") == (0, "")
     # A fresh folder: nothing is served, and the old one stays beside it.
@@ -50,14 +82,83 @@ def test_the_second_process_is_served(tmp_path: pathlib.Path) -> None:
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
-def test_garbage_in_the_cache_costs_a_compilation(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("options", [(), ("-W", "error"), ("-W", "ignore")])
+def test_garbage_in_the_cache_costs_one_compilation(
+    tmp_path: pathlib.Path, options: tuple[str, ...]
+) -> None:
+    """The next start compiles without a word to the user, the one after is served."""
     compile_once(tmp_path)
-    entries = [p for p in (tmp_path / "cache").rglob("*") if p.is_file()]
-    assert entries
-    for index, path in enumerate(entries):
+    num_served = compile_once(tmp_path)[0]
+    broken = entries(tmp_path / "cache")
+    assert broken
+    assert num_served > 0
+    for index, path in enumerate(broken):
         data = path.read_bytes()
         path.write_bytes([b"", b"garbage", data[: len(data) // 2]][index % 3])
-    compile_once(tmp_path)
+    assert compile_once(tmp_path, "keep", *options)[0] == 0
+    told = read_events(tmp_path / "events")
+    assert {event["kind"] for event in told} == {"cache_unusable"}
+    assert all("\n" not in event["reason"] for event in told)
+    assert compile_once(tmp_path)[0] == num_served
+    assert len(read_events(tmp_path / "events")) == len(told)
+
+
+def test_each_of_two_runs_in_a_process_has_its_own_folder(
+    tmp_path: pathlib.Path,
+) -> None:
+    for name in ("one", "two"):
+        assert compile_here(tmp_path / name)[0] == 0
+    for name in ("one", "two"):
+        (entry,) = entries(tmp_path / name)
+        assert entry.name.startswith("jit_")
+        # A hit counts once, whatever number of caches there was before.
+        assert compile_here(tmp_path / name)[0] == 1
+
+
+def test_the_process_gets_its_settings_and_warnings_back(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(
+        warnings, "showwarning", lambda message, *args: shown.append(str(message))
+    )
+    monkeypatch.setattr(warnings, "filters", list(warnings.filters))
+    names = [name for name in jax.config.values if "cache" in name]
+    assert len(names) > 4
+
+    def settings() -> list[object]:
+        values = [getattr(jax.config, name) for name in names]
+        return [*values, warnings.showwarning, *warnings.filters]
+
+    before = settings()
+    for mode in ("keep", "off", "fresh"):
+        cache = CompileCache(tmp_path, mode=mode, emit=Events())
+        cache.enable(device=jax.devices()[0])
+        during = settings()
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.showwarning("of others", UserWarning, "file", 1)
+        # Another one takes over; what was there before both comes back.
+        other = CompileCache(tmp_path, mode="off", emit=Events())
+        other.enable(device=jax.devices()[0])
+        cache.close()
+        other.close()
+        other.close()
+        assert during != before, mode
+        assert settings() == before, mode
+    assert shown == ["of others"] * 3
+
+
+def test_an_entry_that_cannot_be_written_is_an_event(tmp_path: pathlib.Path) -> None:
+    events = Events()
+    cache = CompileCache(tmp_path / "cache", mode="keep", emit=events)
+    cache.enable(device=jax.devices()[0])
+    shutil.rmtree(tmp_path / "cache")
+    (tmp_path / "cache").write_text("gone")
+    jax.clear_caches()
+    assert jax.jit(lambda x: x + 40)(2) == 42
+    cache.close()
+    assert {kind for kind, _ in events} == {"cache_unusable"}
 
 
 def test_a_folder_that_cannot_be_had_is_an_event(tmp_path: pathlib.Path) -> None:
@@ -77,10 +178,6 @@ def test_a_read_only_folder_is_an_event(tmp_path: pathlib.Path) -> None:
 
 
 def test_another_machine_has_another_folder(monkeypatch: Any) -> None:
-    import jax
-
-    from jaxft.parallel import compile_cache
-
     here = compile_cache.cache_name(jax.devices()[0])
     monkeypatch.setattr(compile_cache, "cpu_features", lambda: "other")
     assert compile_cache.cache_name(jax.devices()[0]) != here

@@ -2,7 +2,10 @@
 
 import ast
 import json
+import os
 import pathlib
+import subprocess
+import sys
 import types
 
 import jax
@@ -151,3 +154,14 @@ def test_only_the_default_of_make_mesh_asks_for_all_devices():
         and node.value.id == "jax"
     ]
     assert [place.split(":")[0] for place in found] == ["parallel/mesh.py"], found
+
+
+def test_a_backend_that_is_not_here_is_one_line():
+    program = "from jaxft.parallel.mesh import make_mesh; make_mesh()"
+    env = os.environ | {"JAX_PLATFORMS": "no_such_backend"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True
+    )
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("jaxft.config.ConfigError: config.mesh: JAX finds no ")
+    assert "no_such_backend" in last

@@ -13,9 +13,9 @@ pytestmark = pytest.mark.device
 
 def test_names_become_dtypes():
     precision = make_precision(
-        PrecisionConfig(compute_dtype="bfloat16", param_dtype="float16")
+        PrecisionConfig(compute_dtype="bfloat16", param_dtype="bfloat16")
     )
-    assert precision.param_dtype == jnp.float16
+    assert precision.param_dtype == jnp.bfloat16
     assert precision.compute_dtype == jnp.bfloat16
     assert precision.accum_dtype == jnp.float32
 
@@ -25,6 +25,13 @@ def test_names_become_dtypes():
 def test_other_dtypes_are_refused(field, name):
     with pytest.raises(ConfigError, match="is not one of float64") as caught:
         make_precision(PrecisionConfig(**{field: name}))
+    assert caught.value.path == f"precision.{field}"
+
+
+@pytest.mark.parametrize("field", ["param_dtype", "compute_dtype", "accum_dtype"])
+def test_float16_is_refused_with_the_reason_and_what_to_use(field):
+    with pytest.raises(ConfigError, match=r"overflow; use bfloat16$") as caught:
+        make_precision(PrecisionConfig(**{field: "float16"}))
     assert caught.value.path == f"precision.{field}"
 
 
