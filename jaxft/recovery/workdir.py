@@ -20,6 +20,7 @@ import shlex
 import socket
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -71,7 +72,8 @@ class WorkdirLock:
             FaultError: of kind WORKDIR_IN_USE, naming the owner; or of kind CONFIG
                 where the workdir is unusable. In both cases all is as it was.
         """
-        lock = cls(_absolute(workdir))
+        lock = cls(absolute(workdir))
+        _held.add(lock)
         try:
             start = clock()
             while not lock._try_lock():
@@ -207,7 +209,29 @@ class WorkdirLock:
                 return  # Something else is in there by now: it stays.
 
 
-def _absolute(workdir: str | os.PathLike[str]) -> pathlib.Path:
+# Those that may be held by this process.
+_held: weakref.WeakSet[WorkdirLock] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    """A forked child that outlives its parent must not keep the workdir locked.
+
+    Closing its copy frees nothing while the parent has its own.
+    """
+    for lock in list(_held):
+        lock._made, lock._text_before = [], None
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
+
+
+def absolute(workdir: str | os.PathLike[str]) -> pathlib.Path:
+    """The absolute path, without `~` and `..`.
+
+    Raises:
+        FaultError: of kind CONFIG: it cannot be a folder here.
+    """
     text = os.fspath(workdir)
     if not text.strip():
         raise _unusable(text, "it is empty: name a folder")
@@ -216,8 +240,10 @@ def _absolute(workdir: str | os.PathLike[str]) -> pathlib.Path:
     if "://" in text:
         raise _unusable(text, "it must be a local folder, not a URL")
     try:
-        return pathlib.Path(text).expanduser().absolute()
-    except RuntimeError as error:
+        path = pathlib.Path(text).expanduser().absolute()
+        # By asking the disk: `..` behind a link is not the folder it looks like.
+        return path.resolve() if ".." in path.parts else path
+    except (OSError, RuntimeError) as error:
         raise _unusable(text, str(error)) from error
 
 

@@ -37,6 +37,23 @@ print("held", worker.pid, flush=True)
 time.sleep(60)
 """
 
+# A child by fork alone, as a data loader may make one: it is no worker.
+OWNER_WITH_CHILD = """
+import os, sys, time
+from jaxft.recovery.workdir import WorkdirLock
+lock = WorkdirLock.acquire(sys.argv[1])
+told, tell = os.pipe()
+pid = os.fork()
+if pid == 0:
+    lock.release(undo=True)  # Nor does it undo what is not its own.
+    os.write(tell, b"y")
+    time.sleep(60)
+    os._exit(0)
+os.read(told, 1)
+print("held", pid, flush=True)
+time.sleep(60)
+"""
+
 
 @pytest.fixture
 def start():
@@ -119,6 +136,20 @@ def test_a_worker_that_outlives_its_owner_keeps_others_out(tmp_path, start):
         assert f"what the dead process {owner.pid}" in text
     finally:
         os.kill(int(worker_pid), signal.SIGKILL)
+
+
+def test_a_forked_child_neither_frees_nor_keeps_the_lock(tmp_path, start):
+    owner, (_, child_pid) = start(OWNER_WITH_CHILD, tmp_path / "run")
+    try:
+        assert f"process {owner.pid} on" in refusal(tmp_path / "run")[1]
+        owner.kill()
+        owner.wait()
+        os.kill(int(child_pid), 0)
+        begun = time.monotonic()
+        with WorkdirLock.acquire(tmp_path / "run", takeover_secs=3.0):
+            assert time.monotonic() - begun < 1.0
+    finally:
+        os.kill(int(child_pid), signal.SIGKILL)
 
 
 def test_an_owner_on_another_host_is_taken_to_live(tmp_path):
@@ -234,11 +265,16 @@ def test_relative_home_spaces_slash_and_links(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
+    (tmp_path / "real" / "inner").mkdir()
+    (tmp_path / "deep").symlink_to("real/inner")
     for text, folder in [
         ("run", "run"),
         ("./sub/run/", "sub/run"),
         ("~/my runs/one ", "home/my runs/one "),
         ("link", "link"),
+        ("./none/.././run", "run"),
+        # Behind a link `..` is not what it looks like.
+        ("deep/../run", "real/run"),
     ]:
         with WorkdirLock.acquire(text) as lock:
             assert lock.workdir == tmp_path / folder
