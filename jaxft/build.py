@@ -245,10 +245,13 @@ def _train_step(model: Model, config: Config, *, mesh: jax.sharding.Mesh) -> Tra
     name = config.optimizer.factory
     optimizer = _call(name, "optimizer.factory", config.optimizer)
     if not isinstance(optimizer, optax.GradientTransformation):
+        hint = ""
+        if isinstance(optimizer, optax.MultiSteps):
+            hint = ": call its gradient_transformation()"
         raise ConfigError(
             "optimizer.factory",
-            f"{name} returned {type(optimizer).__name__}, "
-            "not an optax.GradientTransformation",
+            f"{name} returned a {type(optimizer).__name__}, "
+            f"not an optax.GradientTransformation{hint}",
         )
     return _checked(
         "model.factory",

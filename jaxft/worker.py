@@ -31,7 +31,7 @@ from jaxft.loop import Ending, Loop, StopWhileWaiting
 from jaxft.metrics.report import closing_summary
 from jaxft.metrics.writers import ProgressLine
 from jaxft.parallel.compile_cache import CompileCache
-from jaxft.records import FaultError
+from jaxft.records import Fault, FaultError, FaultKind
 from jaxft.recovery.resume import check_resume
 from jaxft.recovery.workdir import WorkdirLock
 from jaxft.types import TrainState
@@ -154,22 +154,27 @@ class Worker:
 
     def _preflight(self, parts: Parts) -> None:
         """Refuses what cannot be resumed, from what is on disk."""
-        mode, newest = self._config.resume.mode, parts.manager.latest()
+        root = parts.manager.root
+        try:
+            newest = parts.manager.latest()
+        except OSError as error:
+            problem = f"{root} cannot be read: {error.strerror}"
+            raise ConfigError("checkpoint", problem) from error
+        mode = self._config.resume.mode
         if mode is ResumeMode.NEVER and newest is not None:
             raise ConfigError(
                 "resume.mode",
-                f"never, but {parts.manager.root} holds step {newest}: "
-                "choose another workdir",
+                f"never, but {root} holds step {newest}: choose another workdir",
             )
         if mode is ResumeMode.REQUIRED and newest is None:
             raise ConfigError(
-                "resume.mode", f"required, but {parts.manager.root} holds no checkpoint"
+                "resume.mode", f"required, but {root} holds no checkpoint"
             )
         if newest is None:
             return
         # A record that cannot be read is for the restore to deal with.
         with contextlib.suppress(OSError, layout.RecordError, layout.ForeignError):
-            record = layout.read_record(layout.step_path(parts.manager.root, newest))
+            record = layout.read_record(layout.step_path(root, newest))
             self._compare(parts, record["run"])
 
     def _compare(self, parts: Parts, record: dict[str, Any]) -> dict[str, Any]:
@@ -187,10 +192,10 @@ class Worker:
             per_step=per_step,
             num_params=parts.num_params(),
         )
+        _write_config(self._workdir / "config.json", self._config)
         self._log("preflight_done")
         self.entered = True
         self._log.open()
-        _write_config(self._workdir / "config.json", self._config)
 
     def _train(self, parts: Parts) -> tuple[TrainState, Ending]:
         progress = ProgressLine(
@@ -243,6 +248,15 @@ class Worker:
             self._log("resume_changed", changes=told)
         if changes:
             progress.note(f"resuming with other settings: {', '.join(changes)}")
+        if restored.data.get("step") != restored.step:
+            # Damaged, or saved by another loop: its data position is not ours.
+            raise FaultError(
+                Fault(
+                    kind=FaultKind.NO_CHECKPOINT,
+                    step=restored.step,
+                    evidence=f"{restored.path} holds no data position of its step",
+                )
+            )
         if any(name == "corpus" or name.startswith("data.") for name in changes):
             # Allowed by name: the place in the order stays, the order is another.
             parts.iterator.seek(restored.step, skipped=restored.data["skipped"])
@@ -284,11 +298,24 @@ class Worker:
 
 
 def _write_config(path: pathlib.Path, config: Config) -> None:
-    """Replaces the file by an atomic rename: a reader never sees half of it."""
+    """Replaces the file by an atomic rename: a reader never sees half of it.
+
+    Raises:
+        ConfigError: the workdir takes no file.
+    """
+    # What a kill at this very moment left is ours: we hold the lock.
+    for leftover in path.parent.glob(f".{path.name}.*"):
+        leftover.unlink(missing_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w") as file:
-        json.dump(configs.flatten(config), file, indent=1, default=str)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("w") as file:
+            json.dump(configs.flatten(config), file, indent=1)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        problem = f"{path} cannot be written: {error.strerror}"
+        raise ConfigError("", problem) from error

@@ -165,8 +165,8 @@ class BatchIterator:
         Raises:
             Exception: what reading raised, with its own traceback. The position does
                 not move, and the next call reads the same batch again.
-            RuntimeError: the iterator is closed, or reading raised StopIteration,
-                which would end the consumer's loop as if all were well.
+            RuntimeError: the iterator is closed, or reading raised StopIteration or
+                SystemExit, which would end the consumer as if all were well.
         """
         start = self._clock()
         try:
@@ -175,9 +175,10 @@ class BatchIterator:
             self._wait_secs += self._clock() - start
         if not isinstance(batch, _Failure):
             return batch
-        if isinstance(batch.error, StopIteration):
-            raise RuntimeError("the source raised StopIteration") from batch.error
-        raise batch.error
+        error = batch.error
+        if isinstance(error, Exception) and not isinstance(error, StopIteration):
+            raise error
+        raise RuntimeError(f"the source raised {error!r}") from error
 
     def _wait(self) -> dict[str, np.ndarray] | _Failure:
         while True:

@@ -22,6 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxft.config import ConfigError, LossConfig, ModelConfig, RematConfig
 from jaxft.models.losses import softmax_sums, squared_sums
+from jaxft.parallel.activations import constrain_rows
 from jaxft.remat.layers import apply_layers
 from jaxft.remat.policies import Policy, parse_plan
 from jaxft.types import Batch, Sums
@@ -128,7 +129,8 @@ class MLP(nnx.Module):
         """`[..., num_features]` -> `[..., num_outputs]`."""
 
         def apply_layer(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
-            return jax.nn.gelu(checkpoint_name(layer(x), "hidden")), None
+            x = jax.nn.gelu(checkpoint_name(layer(x), "hidden"))
+            return constrain_rows(x), None
 
         x, _ = apply_layers(apply_layer, x, layers=list(self.hidden), plan=self.plan)
         return self.out(x)
@@ -163,7 +165,7 @@ class TokenMLP(nnx.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """`[B, T]` -> `[B, T, V]`."""
         num_positions = tokens.shape[1]
-        x = self.embedding[...][tokens]
+        x = constrain_rows(self.embedding[...][tokens])
         padded = jnp.pad(x, ((0, 0), (self.window - 1, 0), (0, 0)))
         views = [padded[:, i : i + num_positions] for i in range(self.window)]
         return self.mlp(jnp.concatenate(views, axis=-1))

@@ -7,7 +7,7 @@ like the parameters, guarded and saved with them.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,11 +39,13 @@ def with_ema(
     def init(params: PyTree) -> EmaState:
         return EmaState(optimizer.init(params), jax.tree.map(jnp.copy, params))
 
+    inner_optimizer = optax.with_extra_args_support(optimizer)
+
     def update(
-        updates: PyTree, state: EmaState, params: PyTree | None = None
+        updates: PyTree, state: EmaState, params: PyTree | None = None, **extra: Any
     ) -> tuple[PyTree, EmaState]:
         assert params is not None
-        updates, inner = optimizer.update(updates, state.inner, params)
+        updates, inner = inner_optimizer.update(updates, state.inner, params, **extra)
         new = optax.apply_updates(params, updates)
 
         def mix(old: jax.Array, x: jax.Array) -> jax.Array:
@@ -51,7 +53,7 @@ def with_ema(
 
         return updates, EmaState(inner, jax.tree.map(mix, state.average, new))
 
-    return optax.GradientTransformation(init, update)  # pyrefly: ignore
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def averaged_params(state: TrainState) -> PyTree:

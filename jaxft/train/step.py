@@ -202,6 +202,8 @@ def _trace(
     rows: NamedSharding,
 ) -> Callable[..., tuple[TrainState, StepOutput]]:
     """The step as a plain function of arrays."""
+    # Some look at the loss, e.g. optax.contrib.reduce_on_plateau.
+    optimizer = optax.with_extra_args_support(optimizer)
     gradients = functools.partial(
         sum_gradients,
         loss,
@@ -232,7 +234,9 @@ def _trace(
         if config.clip_norm > 0:
             scale = jnp.minimum(1.0, config.clip_norm / jnp.maximum(norm, 1e-30))
             grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        updates, opt_state = optimizer.update(
+            grads, state.opt_state, state.params, value=metrics["loss"]
+        )
         finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
         finite &= jnp.isfinite(optax.tree.norm(updates))
         new = TrainState(

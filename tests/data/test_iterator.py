@@ -185,13 +185,13 @@ def test_an_error_of_a_reader_reaches_the_consumer_in_its_turn():
         assert take(iterator, 2) == [3, 4]
 
 
-@pytest.mark.parametrize("error", [StopIteration, SystemExit])
+@pytest.mark.parametrize("error", [StopIteration, SystemExit, KeyboardInterrupt])
 def test_no_error_of_a_reader_looks_like_the_end(error):
     def stop(number):
         raise error
 
-    expected = RuntimeError if error is StopIteration else error
-    with iterate(Numbers(stop)) as iterator, pytest.raises(expected):
+    raises = pytest.raises(RuntimeError, match=error.__name__)
+    with iterate(Numbers(stop)) as iterator, raises:
         list(iterator)
 
 

@@ -198,7 +198,7 @@ def test_an_update_that_is_not_finite_is_not_applied() -> None:
     rate = lambda count: jnp.where(count == 1, jnp.nan, 0.1)
     state, step = start(linear_model(), optimizer=optax.sgd(rate))
     for seed in range(3):
-        state, output = step(state, batch_of(seed))
+        state, _ = step(state, batch_of(seed))
     assert np.isfinite(np.asarray(state.params["w"])).all()
     # The count stays where the rate is NaN: the guard counts every such attempt.
     assert (int(state.step), int(state.num_skipped)) == (3, 2)
@@ -258,3 +258,16 @@ def test_usable_alone_on_a_mesh() -> None:
     state, output = step(state, rows)
     assert int(state.step) == 2
     assert "params/w" in step.explain()
+
+
+@pytest.mark.parametrize("ema_decay", [0.0, 0.5])
+def test_optimizers_that_look_at_the_loss(ema_decay: float) -> None:
+    optimizer = optax.chain(
+        optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, cooldown=0)
+    )
+    config = TrainConfig(ema_decay=ema_decay)
+    state, step = start(linear_model(), config, optimizer=optimizer)
+    for _ in range(6):
+        state, output = step(state, batch_of(0))
+    assert bool(output.finite)
+    assert "best_value" in str(jax.tree_util.tree_flatten_with_path(state.opt_state)[0])
