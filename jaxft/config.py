@@ -15,15 +15,19 @@ that differs in one is refused unless it is allowed by name (`resume.allow`).
 No postponed annotations here: config_flags needs the real classes.
 """
 
+import contextlib
 import copy
 import dataclasses
 import enum
+import functools
 import json
+import math
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from numbers import Integral, Real
 from typing import Any
 
-import ml_collections
+from ml_collections import ConfigDict
 
 
 class ConfigError(ValueError):
@@ -40,12 +44,34 @@ class ConfigError(ValueError):
         self.problem = problem
 
 
-def setting(default: Any, meaning: str, *, numbers: bool = True) -> Any:
-    """A config field with its meaning; `numbers`: it can change what is computed."""
-    metadata = {"meaning": meaning, "numbers": numbers}
+def setting(
+    default: Any,
+    meaning: str,
+    *,
+    numbers: bool = True,
+    must: tuple[str, Callable[[float], bool]] | None = None,
+) -> Any:
+    """A config field and its meaning.
+
+    `numbers`: it can change what is computed; `must`: what `resolve` asks of it.
+    """
+    metadata = {"meaning": meaning, "numbers": numbers, "must": must}
     if isinstance(default, type):
         return dataclasses.field(default_factory=default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def _within(words: str, holds: Callable[[float], bool]) -> Callable[..., Any]:
+    return functools.partial(setting, must=(words, holds))
+
+
+# Sizes and steps are 32-bit integers on the devices; nothing here needs more.
+positive = _within("positive and below 2**31", lambda x: 0 < x < 2**31)
+not_negative = _within("at least 0 and below 2**31", lambda x: 0 <= x < 2**31)
+fraction = _within("at least 0 and below 1", lambda x: 0 <= x < 1)
+share = _within("between 0 and 1", lambda x: 0 <= x <= 1)
+# jax.random.key drops higher bits: two seeds would be one.
+seed32 = _within("at least 0 and below 2**32", lambda x: 0 <= x < 2**32)
 
 
 class Section:
@@ -59,9 +85,13 @@ class Section:
         object.__setattr__(self, name, value)
 
     def __deepcopy__(self, memo: dict) -> "Section":
-        values = {
-            f.name: copy.deepcopy(getattr(self, f.name), memo) for f in fields(self)
-        }
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name, value in values.items():
+            # What cannot be copied is no option either: `check_types` will say so.
+            with contextlib.suppress(TypeError):
+                values[name] = copy.deepcopy(value, memo)
+                if isinstance(value, ConfigDict):
+                    values[name].unlock()
         return type(self)(**values)
 
 
@@ -109,18 +139,16 @@ class ModelConfig(Section):
     factory: str = setting(
         "jaxft.models.transformer:make_model", "package.module:function"
     )
-    vocab_size: int = setting(256, "number of token ids")
-    width: int = setting(128, "features of the residual stream")
-    num_layers: int = setting(4, "number of blocks")
-    num_heads: int = setting(4, "query heads; must divide the width")
-    num_kv_heads: int = setting(0, "key and value heads; 0 means num_heads")
-    mlp_width: int = setting(0, "hidden features of the MLP; 0 chooses 8/3 width")
-    rope_theta: float = setting(10_000.0, "base of the rotary position frequencies")
+    vocab_size: int = positive(256, "number of token ids")
+    width: int = positive(128, "features of the residual stream")
+    num_layers: int = positive(4, "number of blocks")
+    num_heads: int = positive(4, "query heads; must divide the width")
+    num_kv_heads: int = not_negative(0, "key and value heads; 0 means num_heads")
+    mlp_width: int = not_negative(0, "hidden features of the MLP; 0 chooses 8/3 width")
+    rope_theta: float = positive(10_000.0, "base of the rotary position frequencies")
     tied_head: bool = setting(True, "share the embedding with the output head")
     scan_layers: bool = setting(True, "one stack under lax.scan, or a Python loop")
-    options: ml_collections.ConfigDict = setting(
-        ml_collections.ConfigDict, "values for a factory of your own"
-    )
+    options: ConfigDict = setting(ConfigDict, "values for a factory of your own")
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -131,9 +159,7 @@ class LossConfig(Section):
         "jaxft.models.transformer:next_token_loss",
         "package.module:function; empty when the model brings its own",
     )
-    options: ml_collections.ConfigDict = setting(
-        ml_collections.ConfigDict, "values for a factory of your own"
-    )
+    options: ConfigDict = setting(ConfigDict, "values for a factory of your own")
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -143,17 +169,15 @@ class OptimizerConfig(Section):
     factory: str = setting(
         "jaxft.train.optimizer:make_optimizer", "package.module:function"
     )
-    learning_rate: float = setting(3e-3, "peak rate")
-    warmup_steps: int = setting(100, "linear warm-up, in updates")
+    learning_rate: float = positive(3e-3, "peak rate")
+    warmup_steps: int = not_negative(100, "linear warm-up, in updates")
     schedule: Schedule = setting(Schedule.COSINE, "constant or cosine")
-    decay_steps: int = setting(0, "updates until the end; 0 means train.num_steps")
-    end_fraction: float = setting(0.1, "last rate over peak rate, for cosine")
-    b1: float = setting(0.9, "AdamW's first decay")
-    b2: float = setting(0.95, "AdamW's second decay")
-    weight_decay: float = setting(0.1, "AdamW's decoupled decay, of matrices only")
-    options: ml_collections.ConfigDict = setting(
-        ml_collections.ConfigDict, "values for a factory of your own"
-    )
+    decay_steps: int = not_negative(0, "updates until the end; 0 means train.num_steps")
+    end_fraction: float = share(0.1, "last rate over peak rate, for cosine")
+    b1: float = fraction(0.9, "AdamW's first decay")
+    b2: float = fraction(0.95, "AdamW's second decay")
+    weight_decay: float = not_negative(0.1, "AdamW's decoupled decay, of matrices only")
+    options: ConfigDict = setting(ConfigDict, "values for a factory of your own")
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -163,16 +187,14 @@ class DataConfig(Section):
     factory: str = setting("jaxft.data.sources:make_sources", "package.module:function")
     corpus: Corpus = setting(Corpus.STDLIB, "stdlib, text, npy or synthetic")
     path: str = setting("", "glob of text files, or one .npy file of token ids")
-    seq_len: int = setting(128, "tokens a row")
-    global_batch: int = setting(32, "rows a step, over all processes")
-    holdout_fraction: float = setting(0.05, "share of the corpus kept for evaluation")
+    seq_len: int = positive(128, "tokens a row")
+    global_batch: int = positive(32, "rows a step, over all processes")
+    holdout_fraction: float = fraction(0.05, "share of the corpus kept for evaluation")
     shuffle: bool = setting(True, "a new global order in each epoch")
-    seed: int = setting(0, "seed of the order")
-    num_threads: int = setting(2, "threads that read ahead", numbers=False)
-    prefetch: int = setting(4, "batches read ahead", numbers=False)
-    options: ml_collections.ConfigDict = setting(
-        ml_collections.ConfigDict, "values for a factory of your own"
-    )
+    seed: int = seed32(0, "seed of the order")
+    num_threads: int = positive(2, "threads that read ahead", numbers=False)
+    prefetch: int = positive(4, "batches read ahead", numbers=False)
+    options: ConfigDict = setting(ConfigDict, "values for a factory of your own")
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -185,7 +207,7 @@ class MeshConfig(Section):
     dcn_data: int = setting(1, "replicas over slices")
     dcn_fsdp: int = setting(1, "shards of every large leaf over slices")
     dcn_tensor: int = setting(1, "shards of single layers over slices")
-    num_devices: int = setting(0, "use the first so many devices; 0 means all")
+    num_devices: int = not_negative(0, "use the first so many devices; 0 means all")
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -202,7 +224,7 @@ class ShardingConfig(Section):
         "regular expression of a leaf path = one entry a dim, e.g. "
         "'.*/kernel = fsdp, tensor; .*/bias = -'; they win over logical axes",
     )
-    min_shard_elements: int = setting(2**12, "automatic FSDP replicates smaller leaves")
+    min_shard_elements: int = not_negative(2**12, "automatic FSDP skips smaller leaves")
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -230,16 +252,14 @@ class RematConfig(Section):
 class TrainConfig(Section):
     """The training step and how long to go on."""
 
-    num_steps: int = setting(1000, "finished step attempts at the end", numbers=False)
-    num_microbatches: int = setting(1, "parts that a batch is computed in")
-    seed: int = setting(0, "seed of initialisation and of every step's randomness")
+    num_steps: int = positive(1000, "finished step attempts at the end", numbers=False)
+    num_microbatches: int = positive(1, "parts that a batch is computed in")
+    seed: int = seed32(0, "seed of initialisation and of every step's randomness")
     rng_impl: str = setting("threefry2x32", "implementation of the random key")
     guard: bool = setting(True, "do not apply a non-finite update")
-    clip_norm: float = setting(0.0, "global gradient norm limit; 0 is off")
-    ema_decay: float = setting(
-        0.0, "average of the parameters for evaluation; 0 is off"
-    )
-    max_nonfinite: int = setting(
+    clip_norm: float = not_negative(0.0, "global gradient norm limit; 0 is off")
+    ema_decay: float = fraction(0.0, "average of parameters for evaluation: 0 is off")
+    max_nonfinite: int = positive(
         10, "non-finite steps in a row before the run stops", numbers=False
     )
 
@@ -248,8 +268,8 @@ class TrainConfig(Section):
 class EvalConfig(Section):
     """Evaluation on held-out data, at step borders."""
 
-    every_steps: int = setting(0, "steps between evaluations; 0 is off", numbers=False)
-    num_batches: int = setting(8, "batches of one evaluation", numbers=False)
+    every_steps: int = not_negative(0, "between evaluations; 0 is off", numbers=False)
+    num_batches: int = positive(8, "batches of one evaluation", numbers=False)
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -262,7 +282,7 @@ class CheckpointConfig(Section):
     keep: str = setting(
         "last(3)", "what stays: last(n), every(n), joined by |", numbers=False
     )
-    timeout_secs: float = setting(600.0, "deadline of one save", numbers=False)
+    timeout_secs: float = positive(600.0, "deadline of one save", numbers=False)
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -272,10 +292,10 @@ class PreemptionConfig(Section):
     signals: str = setting(
         "SIGTERM, SIGUSR1, SIGINT", "signals that ask the run to stop", numbers=False
     )
-    grace_secs: float = setting(
+    grace_secs: float = positive(
         30.0, "time from the request to the end of the process", numbers=False
     )
-    time_limit_secs: float = setting(
+    time_limit_secs: float = not_negative(
         0.0, "stop this long after the start; 0 is off", numbers=False
     )
 
@@ -284,14 +304,12 @@ class PreemptionConfig(Section):
 class SupervisorConfig(Section):
     """Restarts."""
 
-    max_restarts: int = setting(10, "restart budget", numbers=False)
-    refill_steps: int = setting(
-        500, "good steps that give one restart back", numbers=False
-    )
-    backoff_secs: float = setting(
+    max_restarts: int = not_negative(10, "restart budget", numbers=False)
+    refill_steps: int = positive(500, "good steps that earn one back", numbers=False)
+    backoff_secs: float = not_negative(
         0.5, "wait before the second restart without progress; doubles", numbers=False
     )
-    backoff_max_secs: float = setting(60.0, "longest wait", numbers=False)
+    backoff_max_secs: float = not_negative(60.0, "longest wait", numbers=False)
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -302,7 +320,10 @@ class ResumeConfig(Section):
         ResumeMode.AUTO, "auto, required or never", numbers=False
     )
     allow: str = setting(
-        "", "settings or facts that may differ from the saved run", numbers=False
+        "",
+        "what may differ from the saved run: facts (jax), settings (optimizer.b1), "
+        "sections (optimizer) or patterns (optimizer.b*), comma separated",
+        numbers=False,
     )
 
 
@@ -320,9 +341,7 @@ class LogConfig(Section):
     progress: Progress = setting(
         Progress.AUTO, "live line: auto (on a terminal), always or never", numbers=False
     )
-    event_secs: float = setting(
-        1.0, "at most one step event in this time", numbers=False
-    )
+    event_secs: float = not_negative(1.0, "least time between events", numbers=False)
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -347,43 +366,42 @@ class Config(Section):
     log: LogConfig = setting(LogConfig, "output")
 
 
+def _walk(section: Section, above: str = "") -> Iterator[tuple[str, Section, Any]]:
+    """Path, owner and field of everything, a section before what it holds."""
+    for field in fields(section):
+        yield f"{above}{field.name}", section, field
+        if isinstance(value := getattr(section, field.name), Section):
+            yield from _walk(value, f"{above}{field.name}.")
+
+
 def lock(config: Config) -> Config:
     """Makes the whole config read-only and returns it."""
-    for section in (config, *(value for _, value in _children(config))):
-        if isinstance(section, Section):
-            object.__setattr__(section, "_locked", True)
-        elif isinstance(section, ml_collections.ConfigDict):
-            section.lock()
+    for _, section, field in _walk(config):
+        object.__setattr__(section, "_locked", True)
+        if isinstance(value := getattr(section, field.name), ConfigDict):
+            value.lock()
     return config
-
-
-def _children(section: Section) -> Iterator[tuple[str, Any]]:
-    for field in fields(section):
-        value = getattr(section, field.name)
-        if isinstance(value, Section | ml_collections.ConfigDict):
-            yield field.name, value
-            if isinstance(value, Section):
-                yield from _children(value)
 
 
 def flatten(config: Section, *, only_numbers: bool = False) -> dict[str, Any]:
     """Dotted path -> JSON value, in declared order.
 
     Args:
-        config: the config or one section.
+        config: the config or one section, its types checked.
         only_numbers: leave out the fields that cannot change what is computed.
     """
     flat: dict[str, Any] = {}
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if isinstance(value, Section):
-            inner = flatten(value, only_numbers=only_numbers)
-            flat |= {f"{field.name}.{path}": leaf for path, leaf in inner.items()}
-        elif isinstance(value, ml_collections.ConfigDict):
-            for path, leaf in value.to_dict().items():
-                flat[f"{field.name}.{path}"] = json.loads(json.dumps(leaf, default=str))
-        elif field.metadata.get("numbers", True) or not only_numbers:
-            flat[field.name] = value.value if isinstance(value, enum.Enum) else value
+    for path, section, field in _walk(config):
+        value = getattr(section, field.name)
+        skip = only_numbers and not field.metadata["numbers"]
+        if skip or isinstance(value, Section):
+            continue
+        if isinstance(value, ConfigDict):
+            # By way of JSON, for what is saved and read to be equal: no tuples.
+            options = json.loads(json.dumps(value.to_dict()))
+            flat |= {f"{path}.{name}": leaf for name, leaf in options.items()}
+        else:
+            flat[path] = value.value if isinstance(value, enum.Enum) else value
     return flat
 
 
@@ -391,71 +409,91 @@ def resolve(config: Config) -> Config:
     """Fills in the fields that follow from others; returns the same config.
 
     Raises:
-        ConfigError: a value is outside its range.
+        ConfigError: a value has another type than its field or is out of range.
     """
-    _check_ranges(config)
+    check_types(config)
+    for path, section, field in _walk(config):
+        must, value = field.metadata["must"], getattr(section, field.name)
+        if must is not None and not must[1](value):
+            raise ConfigError(path, f"must be {must[0]}, is {_shown(value)}")
+    data, train, model = config.data, config.train, config.model
+    if data.global_batch % train.num_microbatches:
+        problem = f"{train.num_microbatches} does not divide data.global_batch"
+        raise ConfigError("train.num_microbatches", f"{problem} {data.global_batch}")
     if config.optimizer.decay_steps == 0:
-        config.optimizer.decay_steps = (
-            config.train.num_steps
-            if config.optimizer.schedule is Schedule.COSINE
-            else 1
-        )
-    if config.model.num_kv_heads == 0:
-        config.model.num_kv_heads = config.model.num_heads
-    if config.model.mlp_width == 0:
-        config.model.mlp_width = -(-config.model.width * 8 // 3 // 8) * 8
+        cosine = config.optimizer.schedule is Schedule.COSINE
+        config.optimizer.decay_steps = train.num_steps if cosine else 1
+    if model.num_kv_heads == 0:
+        model.num_kv_heads = model.num_heads
+    if model.mlp_width == 0:
+        model.mlp_width = -(-model.width * 8 // 3 // 8) * 8
     return config
 
 
-_POSITIVE = (
-    "model.vocab_size",
-    "model.width",
-    "model.num_layers",
-    "model.num_heads",
-    "data.seq_len",
-    "data.global_batch",
-    "data.num_threads",
-    "data.prefetch",
-    "train.num_steps",
-    "train.num_microbatches",
-    "train.max_nonfinite",
-    "eval.num_batches",
-    "checkpoint.timeout_secs",
-    "preemption.grace_secs",
-    "supervisor.refill_steps",
-)
-_NOT_NEGATIVE = (
-    "model.num_kv_heads",
-    "model.mlp_width",
-    "optimizer.warmup_steps",
-    "optimizer.decay_steps",
-    "train.clip_norm",
-    "eval.every_steps",
-    "preemption.time_limit_secs",
-    "supervisor.max_restarts",
-    "supervisor.backoff_secs",
-    "log.event_secs",
-    "mesh.num_devices",
-)
+def check_types(config: Any) -> None:
+    """Holds every value against the declared type of its field, in place.
+
+    An int becomes a float, the text of a choice the choice, a dict of options a
+    `ConfigDict`, where those are declared; nothing else is converted.
+
+    Raises:
+        ConfigError: a value is of another type.
+    """
+    if type(config) is not Config:
+        raise ConfigError("", f"this is {_shown(config)}, not a jaxft.Config")
+    for path, section, field in _walk(config):
+        before = getattr(section, field.name)
+        value = _typed(before, field.type, path)
+        if value is not before:
+            setattr(section, field.name, value)
 
 
-def _check_ranges(config: Config) -> None:
-    """Refuses values no run could work with, whatever the model and machine."""
-    flat = flatten(config)
-    for path in _POSITIVE:
-        if not flat[path] > 0:
-            raise ConfigError(path, f"must be positive, is {flat[path]}")
-    for path in _NOT_NEGATIVE:
-        if not flat[path] >= 0:
-            raise ConfigError(path, f"must not be negative, is {flat[path]}")
-    if not 0 <= config.data.holdout_fraction < 1:
-        raise ConfigError(
-            "data.holdout_fraction",
-            f"must be at least 0 and below 1, is {config.data.holdout_fraction}",
-        )
-    if config.data.global_batch % config.train.num_microbatches:
-        raise ConfigError(
-            "train.num_microbatches",
-            f"{config.train.num_microbatches} does not divide "
-            f"data.global_batch {config.data.global_batch}",
-        )
+def _typed(value: Any, kind: type, path: str) -> Any:
+    """The value as `kind`, where that loses nothing."""
+    if kind is ConfigDict and isinstance(value, _MAPPINGS):
+        _check_json(value, path)
+        return value if type(value) is kind else kind(dict(value))
+    if type(value) is kind:
+        return value
+    if not isinstance(value, bool) and isinstance(value, _NUMBERS.get(kind, ())):
+        with contextlib.suppress(OverflowError):
+            return kind(value)
+    if issubclass(kind, enum.Enum) and isinstance(value, str):
+        for choice in kind:
+            if value in (choice.value, choice.name):
+                return choice
+    raise ConfigError(path, f"must be {type_words(kind)}, is {_shown(value)}")
+
+
+# The abstract classes: numbers of numpy belong to them too.
+_NUMBERS = {int: Integral, float: Real}
+_MAPPINGS = (dict, ConfigDict)
+
+
+def _check_json(value: Any, path: str) -> None:
+    if isinstance(value, _MAPPINGS):
+        for name, leaf in value.items():
+            if not isinstance(name, str) or "." in name or not name:
+                raise ConfigError(path, f"{_shown(name)} cannot name an option")
+            _check_json(leaf, f"{path}.{name}")
+    elif isinstance(value, list | tuple):
+        for index, leaf in enumerate(value):
+            _check_json(leaf, f"{path}[{index}]")
+    elif not isinstance(value, str | int | float | None):
+        rule = "options hold JSON values; name functions as 'module:function'"
+        raise ConfigError(path, f"{rule}; this is {_shown(value)}")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(path, f"must be finite, is {value}")
+
+
+def type_words(kind: type) -> str:
+    """What a value of a field of this type is, for people."""
+    if issubclass(kind, enum.Enum):
+        return "one of " + ", ".join(str(choice.value) for choice in kind)
+    words = {bool: "true or false", int: "a whole number", float: "a number"}
+    return words.get(kind, f"a {kind.__name__}")
+
+
+def _shown(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
