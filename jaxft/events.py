@@ -6,21 +6,23 @@ torn line at the end of its own file; the reader skips it.
 
 Every line has `kind`, `time` (seconds since the epoch), `host`, `role` and `pid`,
 and the fields that `KINDS` lists for its kind. A reader must ignore what it does
-not know.
+not know. Numbers that JSON does not have are text: "nan", "inf", "-inf".
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import pathlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 Clock = Callable[[], float]
+Event = Mapping[str, Any]
 
 # kind -> the fields it always has, and what they mean.
 KINDS: dict[str, dict[str, str]] = {
@@ -145,7 +147,7 @@ class EventLog:
             "role": self._role,
             "pid": os.getpid(),
         }
-        line = json.dumps(record | fields, default=str, allow_nan=True)
+        line = _encode(record | fields)
         with self._lock:
             if self._held is not None:
                 self._held.append(line)
@@ -162,7 +164,9 @@ class EventLog:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
                 self._fd = os.open(self.path, flags, 0o644)
-            os.write(self._fd, line.encode() + b"\n")
+            rest = line.encode() + b"\n"
+            while rest:  # A full disk takes a part first and says why only then.
+                rest = rest[os.write(self._fd, rest) :]
         except OSError as error:
             self.error = error
 
@@ -174,15 +178,38 @@ class EventLog:
                 self._fd = -1
 
 
+def _encode(record: dict[str, Any]) -> str:
+    try:
+        return json.dumps(record, default=str, allow_nan=False)
+    except ValueError:  # Rare, so the common case does not pay for the search.
+        return json.dumps(_spell_out(record), default=str)
+
+
+def _spell_out(value: Any) -> Any:
+    """Non-finite numbers as text: other readers of JSON refuse a bare NaN."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(float(value))
+    if isinstance(value, dict):
+        return {key: _spell_out(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_spell_out(item) for item in value]
+    return value
+
+
 def parse_line(line: str) -> dict[str, Any] | None:
-    """One event, or None for a torn or foreign line."""
+    """One event; None for a line that is torn, foreign or lacks its kind's fields."""
     try:
         event = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    if not isinstance(event, dict) or "kind" not in event or "time" not in event:
+    if not isinstance(event, dict) or not isinstance(event.get("kind"), str):
         return None
-    return event
+    time_secs = event.get("time")
+    if isinstance(time_secs, bool) or not isinstance(time_secs, int | float):
+        return None
+    if not -1e18 < time_secs < 1e18:  # Nor is a number beyond any clock a time.
+        return None
+    return None if KINDS.get(event["kind"], {}).keys() - event else event
 
 
 def read_events(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:

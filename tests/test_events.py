@@ -1,9 +1,14 @@
 """The history: append, tear, read."""
 
 import json
+import math
 import os
 import pathlib
+import resource
+import signal
+from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxft.events import KINDS, EventLog, parse_line, read_events
@@ -62,10 +67,62 @@ def test_torn_and_foreign_lines_are_skipped(tmp_path: pathlib.Path) -> None:
     assert read_events(tmp_path)
 
 
+def line(kind: str, **fields: Any) -> str:
+    return json.dumps({"kind": kind, "time": 1} | fields)
+
+
 def test_parse_line_accepts_only_events() -> None:
-    assert parse_line('{"kind": "end", "time": 1}') == {"kind": "end", "time": 1}
+    assert parse_line(line("end", step=2, reason="x")) is not None
+    # A newer version's kind is for its own readers.
+    assert parse_line(line("of the future")) is not None
     assert parse_line('{"kind": "end", "ti') is None
     assert parse_line("null") is None
+    assert parse_line("[" * 100_000) is None
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind]])
+def test_a_kind_without_its_fields_is_foreign(kind: str) -> None:
+    whole = dict.fromkeys(KINDS[kind], 0)
+    assert parse_line(line(kind, **whole)) is not None
+    for name in whole:
+        assert parse_line(line(kind, **{n: 0 for n in whole if n != name})) is None
+
+
+@pytest.mark.parametrize(
+    "time", ["now", None, True, [1], float("nan"), float("inf"), 10**400]
+)
+def test_a_time_is_a_number(time: Any) -> None:
+    assert parse_line(line("preflight_done", time=time)) is None
+
+
+@pytest.mark.parametrize("kind", [None, 3, ["step"], {}])
+def test_a_kind_is_a_word(kind: Any) -> None:
+    assert parse_line(json.dumps({"kind": kind, "time": 1})) is None
+
+
+def test_numbers_that_json_lacks_are_text(tmp_path: pathlib.Path) -> None:
+    log = EventLog(tmp_path, role="work")
+    log.open()
+    metrics = {
+        "loss": math.nan,
+        "up": math.inf,
+        "down": np.float64(-math.inf),
+        "single": np.float32("nan"),
+        "fine": 1.5,
+    }
+    log("evaluation", step=1, metrics=metrics, secs=0.0)
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    event = json.loads(log.path.read_text(), parse_constant=refuse)
+    assert event["metrics"] == {
+        "loss": "nan",
+        "up": "inf",
+        "down": "-inf",
+        "single": "nan",
+        "fine": 1.5,
+    }
 
 
 def test_a_full_disk_does_not_raise(tmp_path: pathlib.Path) -> None:
@@ -78,6 +135,24 @@ def test_a_full_disk_does_not_raise(tmp_path: pathlib.Path) -> None:
     log("phase", name="train")
     assert isinstance(log.error, OSError)
     assert len(seen) == 2
+
+
+def test_a_disk_that_takes_only_a_part(tmp_path: pathlib.Path) -> None:
+    log = EventLog(tmp_path, role="work")
+    log.open()
+    log("phase", name="init")
+    # The kernel itself takes what fits below the limit, and refuses the rest.
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    earlier = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (log.path.stat().st_size + 9, limit[1]))
+    try:
+        log("phase", name="compile")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, earlier)
+    log("phase", name="train")
+    assert isinstance(log.error, OSError)
+    assert [event["name"] for event in read_events(tmp_path)] == ["init"]
 
 
 def test_missing_folder_is_an_empty_history(tmp_path: pathlib.Path) -> None:

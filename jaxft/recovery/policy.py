@@ -26,10 +26,12 @@ NEVER_RESTARTED = frozenset(
         FaultKind.OUT_OF_MEMORY,
         FaultKind.NONFINITE,
         FaultKind.NO_CHECKPOINT,
-        FaultKind.SAVE_FAILED,
     }
 )
-MAX_REASON_CHARS = 240
+# Where a traceback begins, with the margin that the parts of a group have.
+_TRACEBACK = re.compile(
+    r"^([ +|]*)(?:Exception Group )?Traceback \(most recent call last\):$", re.MULTILINE
+)
 
 
 class CacheMode(enum.StrEnum):
@@ -58,6 +60,7 @@ class WorkerExit:
         first_step: first step it finished; -1 for none.
         last_step: last step it is known to have finished or to have failed at; -1
             for none.
+        committed_step: newest step it is known to have found or committed; -1 for none.
         reached_first_step: it finished a step.
         evidence: text of the fault, for an exception its traceback.
         cache: how it used the compile cache.
@@ -67,16 +70,22 @@ class WorkerExit:
     status: int
     first_step: int = -1
     last_step: int = -1
+    committed_step: int = -1
     reached_first_step: bool = False
     evidence: str = ""
     cache: CacheMode = CacheMode.KEEP
 
     @property
     def summary(self) -> str:
-        """The last line of the evidence: of a traceback, the exception itself."""
-        lines = [line.strip() for line in self.evidence.splitlines() if line.strip()]
-        text = lines[-1] if lines else str(self.kind or "finished")
-        return text[:MAX_REASON_CHARS]
+        """One line: of a traceback the exception itself, else the last line."""
+        text = self.evidence
+        if found := list(_TRACEBACK.finditer(text)):
+            margin = len(found[-1][1])
+            for line in text[found[-1].end() :].splitlines():
+                if (rest := line[margin:]) and not rest[0].isspace():  # No frame.
+                    return rest.strip()
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return lines[-1] if lines else str(self.kind or "finished")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,6 +96,8 @@ class Action:
         kind: restart, stop or finish.
         cause: a `FaultKind`, or "finished".
         reason: one line.
+        verdict: of that, why it is not restarted once more; empty where the kind of
+            failure says so.
         exit_code: of the command, if this ends it.
         delay_secs: wait before a restart.
         cache: how the next worker uses the compile cache.
@@ -97,6 +108,7 @@ class Action:
     cause: str
     reason: str
     exit_code: ExitCode
+    verdict: str = ""
     delay_secs: float = 0.0
     cache: CacheMode = CacheMode.KEEP
     budget_left: int = 0
@@ -137,13 +149,16 @@ class RestartPolicy:
                 budget_left=budget,
             )
         if last.kind in NEVER_RESTARTED:
-            return _stop(last, reason=last.summary, budget_left=budget)
+            return _stop(last, budget_left=budget)
         if _happened_before(history):
-            reason = f"the same error again at step {last.last_step}: {last.summary}"
-            return _stop(last, reason=reason, budget_left=budget)
+            verdict = f"the same error again at step {last.last_step}"
+            return _stop(last, verdict=verdict, budget_left=budget)
+        if _no_save_works(history):
+            verdict = "no step was committed since the last failed save"
+            return _stop(last, verdict=verdict, budget_left=budget)
         before = min(self.max_restarts, budget + self._refills(gains))
         if before <= 0:
-            return _stop(last, reason=_common_reason(history, gains), budget_left=0)
+            return _give_up(history, gains)
         cache = _next_cache(history)
         left = self._budget(gains)
         note = f", compile cache {cache}" if cache is not CacheMode.KEEP else ""
@@ -183,15 +198,30 @@ class RestartPolicy:
         return min(doubled, self.backoff_max_secs)
 
 
-def _stop(last: WorkerExit, *, reason: str, budget_left: int) -> Action:
+def _stop(last: WorkerExit, *, verdict: str = "", budget_left: int) -> Action:
     kind = last.kind or FaultKind.KILLED
     return Action(
         kind=ActionKind.STOP,
         cause=str(kind),
-        reason=reason,
+        reason=f"{verdict}: {last.summary}" if verdict else last.summary,
+        verdict=verdict,
         exit_code=EXIT_CODES[kind],
         budget_left=budget_left,
     )
+
+
+def _give_up(history: Sequence[WorkerExit], gains: Sequence[int]) -> Action:
+    verdict = (
+        f"no restart left: {len(history)} workers died, "
+        f"{sum(gain == 0 for gain in gains)} of them without progress"
+    )
+    summary, count = collections.Counter(w.summary for w in history).most_common(1)[0]
+    reason = (
+        f"{verdict}, the last at step {history[-1].last_step}; "
+        f"the cause {count} times: {summary}"
+    )
+    stop = _stop(history[-1], verdict=verdict, budget_left=0)
+    return dataclasses.replace(stop, reason=reason)
 
 
 def _new_steps(history: Sequence[WorkerExit]) -> list[int]:
@@ -220,6 +250,14 @@ def _happened_before(history: Sequence[WorkerExit]) -> bool:
     )
 
 
+def _no_save_works(history: Sequence[WorkerExit]) -> bool:
+    """Whether saving failed twice in a row and nothing was committed in between."""
+    if [worker.kind for worker in history[-2:]] != [FaultKind.SAVE_FAILED] * 2:
+        return False
+    before = max(worker.committed_step for worker in history[:-1])
+    return history[-1].committed_step <= before
+
+
 def _without_addresses(text: str) -> str:
     """Object addresses differ from process to process; the error is the same."""
     return re.sub(r"0x[0-9a-fA-F]+", "0x", text)
@@ -237,12 +275,3 @@ def _next_cache(history: Sequence[WorkerExit]) -> CacheMode:
     if len(streak) >= 2 and CacheMode.OFF not in streak:
         return CacheMode.OFF
     return CacheMode.KEEP
-
-
-def _common_reason(history: Sequence[WorkerExit], gains: Sequence[int]) -> str:
-    summary, count = collections.Counter(w.summary for w in history).most_common(1)[0]
-    return (
-        f"no restart left: {len(history)} workers died, "
-        f"{sum(gain == 0 for gain in gains)} of them without progress, the last at "
-        f"step {history[-1].last_step}; the cause {count} times: {summary}"
-    )

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxft.config import SupervisorConfig
-from jaxft.events import EventLog
+from jaxft.events import Event, EventLog
 from jaxft.records import ExitCode, Fault, FaultKind
 from jaxft.recovery.policy import (
     Action,
@@ -33,7 +33,7 @@ from jaxft.recovery.policy import (
     RestartPolicy,
     WorkerExit,
 )
-from jaxft.recovery.worker_process import Launch, Worker
+from jaxft.recovery.worker_process import Launch, WorkerProcess
 
 # The same signal again within this time is an echo (a bounced key, a group kill and
 # its forwarding); later it means: now.
@@ -42,8 +42,14 @@ REPEAT_SECS = 3.0
 URGENT_SECS = 1.0
 # Death is seen at once by the end of the pipe, unless a child of the worker holds it.
 _POLL_SECS = 0.1
+# What a line of the history holds of a reason; people are told the whole.
+MAX_REASON_CHARS = 240
 # After a request to stop these end the run as stopped: a new start looks at them anew.
 _BESIDE_A_STOP = (FaultKind.STOPPED, FaultKind.KILLED, FaultKind.EXCEPTION)
+
+
+def _ignore(said: object) -> None:
+    """For a caller that wants to hear nothing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +59,8 @@ class Outcome:
     Attributes:
         exit_code: of the command.
         reason: one line.
+        verdict: of that, why there was no further restart; empty where the fault's
+            kind says so.
         step: last step the last worker is known to have finished; -1 for none.
         committed_step: last step known to be committed; -1 for none.
         num_restarts: workers after the first.
@@ -65,6 +73,7 @@ class Outcome:
 
     exit_code: ExitCode
     reason: str
+    verdict: str
     step: int
     committed_step: int
     num_restarts: int
@@ -87,6 +96,8 @@ class Supervisor:
             worker has died of anything but its config or a request to stop.
         lock_fd: descriptor of the workdir's lock, inherited by workers; -1 for none.
         env: environment of the workers; None for this process's own.
+        hear: is given each event of each worker.
+        tell: is given a line for people when a worker has died and is replaced.
         clock: seconds, from any start, never backwards.
     """
 
@@ -100,6 +111,8 @@ class Supervisor:
         emit: EventLog,
         lock_fd: int = -1,
         env: Mapping[str, str] | None = None,
+        hear: Callable[[Event], None] = _ignore,
+        tell: Callable[[str], None] = _ignore,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._make_argv = make_argv
@@ -114,6 +127,8 @@ class Supervisor:
         self._emit = emit
         self._lock_fd = lock_fd
         self._env = env
+        self._hear = hear
+        self._tell = tell
         self._clock = clock
         self._history: list[WorkerExit] = []
         self._committed_step = -1
@@ -140,6 +155,7 @@ class Supervisor:
                 action = self._decide()
                 if action.kind is not ActionKind.RESTART:
                     return self._finish(action)
+                self._tell_of_restart(action)
                 if self._pause(action.delay_secs, selector, pipe):
                     return self._finish(self._decide())
                 cache = action.cache
@@ -180,22 +196,23 @@ class Supervisor:
         self._emit("worker_exit", worker_pid=pid, status=status, step=ended.last_step)
         return ended
 
-    def _start(self, cache: CacheMode) -> Worker:
+    def _start(self, cache: CacheMode) -> WorkerProcess:
         # Blocked signals stay pending through exec: one that comes while the new
         # interpreter starts neither kills it nor gets lost.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
         try:
-            return Worker(
+            return WorkerProcess(
                 self._make_argv,
                 attempt=len(self._history),
                 lock_fd=self._lock_fd,
                 cache=cache,
                 env=self._env,
+                hear=self._hear,
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    def _take_events(self, worker: Worker) -> None:
+    def _take_events(self, worker: WorkerProcess) -> None:
         """Keeps what outlives the worker; the rest is in `worker.heard`."""
         heard = worker.heard
         self._committed_step = max(self._committed_step, heard.committed_step)
@@ -212,8 +229,11 @@ class Supervisor:
         self._preflight_done = True
         self._emit.open()
 
-    def _take_signals(self, pipe: _SignalPipe, worker: Worker | None) -> None:
+    def _take_signals(self, pipe: _SignalPipe, worker: WorkerProcess | None) -> None:
         for number in pipe.read():
+            if number == signal.SIGTSTP:
+                _suspend(worker)
+                continue
             now = self._clock()
             first = self._first_seen.setdefault(number, math.inf)
             if math.isinf(first):
@@ -241,20 +261,36 @@ class Supervisor:
                 kind=ActionKind.STOP,
                 cause=str(FaultKind.STOPPED),
                 reason=self._stopped_because(last),
+                verdict="",
                 exit_code=ExitCode.STOPPED,
                 delay_secs=0.0,
             )
+        elif self._stop_reason and action.kind is ActionKind.RESTART:
+            # The save of the stop failed: not tried again, and not hidden either.
+            action = dataclasses.replace(action, kind=ActionKind.STOP, delay_secs=0.0)
         if last.kind not in (FaultKind.CONFIG, FaultKind.STOPPED):
             self._open_history()
         self._emit(
             "decision",
             action=str(action.kind),
             cause=action.cause,
-            reason=action.reason,
+            reason=action.reason[:MAX_REASON_CHARS],
             delay_secs=action.delay_secs,
             budget_left=action.budget_left,
         )
         return action
+
+    def _tell_of_restart(self, action: Action) -> None:
+        step = self._history[-1].last_step
+        where = f"at step {step}" if step >= 0 else "before its first step"
+        known = self._committed_step >= 0
+        origin = "the newest checkpoint" if known else "the beginning"
+        delay = f" in {action.delay_secs:.0f} s" if action.delay_secs >= 1 else ""
+        self._tell(
+            f"worker died {where}: {action.reason[:MAX_REASON_CHARS]}; "
+            f"restarting{delay} from {origin} "
+            f"(restart {len(self._history)}, {action.budget_left} left)"
+        )
 
     def _stopped_because(self, last: WorkerExit) -> str:
         if last.kind is FaultKind.STOPPED:
@@ -287,11 +323,14 @@ class Supervisor:
                 evidence=last.evidence or action.reason,
             )
         self._emit(
-            "supervisor_end", exit_code=int(action.exit_code), reason=action.reason
+            "supervisor_end",
+            exit_code=int(action.exit_code),
+            reason=action.reason[:MAX_REASON_CHARS],
         )
         return Outcome(
             exit_code=action.exit_code,
             reason=action.reason,
+            verdict=action.verdict,
             step=last.last_step,
             committed_step=self._committed_step,
             num_restarts=len(self._history) - 1,
@@ -301,11 +340,27 @@ class Supervisor:
         )
 
 
+def _suspend(worker: WorkerProcess | None) -> None:
+    """Ctrl-Z: first the worker, which is no job of the shell's, then this process."""
+    if worker is not None:
+        worker.pause()
+    earlier = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+    # The signal itself and not SIGSTOP: without a shell that could wake us, the kernel
+    # lets it pass.
+    signal.raise_signal(signal.SIGTSTP)
+    signal.signal(signal.SIGTSTP, earlier)
+    if worker is not None:
+        worker.go_on()
+
+
 class _SignalPipe:
-    """Stop signals as bytes in a pipe, which a selector can wait for."""
+    """Stop signals and Ctrl-Z as bytes in a pipe, which a selector can wait for."""
 
     def __init__(self, signals: Sequence[signal.Signals]):
-        self._signals = signals
+        self._signals = list(signals)
+        # Not where it is ignored: there Ctrl-Z is to do nothing.
+        if signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL:
+            self._signals.append(signal.SIGTSTP)
         self._earlier: dict[int, Any] = {}
         self._earlier_fd = -1
 
@@ -331,7 +386,7 @@ class _SignalPipe:
         os.close(self._write_fd)
 
     def read(self) -> list[int]:
-        """The stop signals that came since the last call, in order."""
+        """The signals that came since the last call, in order."""
         try:
             return [n for n in os.read(self.read_fd, 4096) if n in self._signals]
         except BlockingIOError:

@@ -42,13 +42,21 @@ class Launch:
     cache: CacheMode
 
 
-class Worker:
+class WorkerProcess:
     """One worker process, its process group and this side of its two pipes.
 
     Attributes:
         process: the worker, leader of its own session and process group.
         event_fd: read end of the event pipe, not blocking.
         heard: what its events say.
+
+    Args:
+        make_argv: its command line.
+        attempt: restarts before it.
+        lock_fd: descriptor of the workdir's lock; -1 for none.
+        cache: how it must use the compile cache.
+        env: its environment; None for this process's own.
+        hear: is given each of its events.
 
     Raises:
         OSError: it could not be started.
@@ -62,6 +70,7 @@ class Worker:
         lock_fd: int,
         cache: CacheMode,
         env: Mapping[str, str] | None,
+        hear: Callable[[events.Event], None],
     ):
         self.event_fd, events_in = os.pipe()
         parent_out, self._parent_fd = os.pipe()
@@ -89,7 +98,7 @@ class Worker:
         finally:
             os.close(events_in)
             os.close(parent_out)
-        self.heard = Heard()
+        self.heard = Heard(hear)
         self._rest = b""
         self._killed = False
 
@@ -114,6 +123,14 @@ class Worker:
     def send_signal(self, number: int) -> None:
         """To the worker alone: what its children are for is its business."""
         os.kill(self.process.pid, number)
+
+    def pause(self) -> None:
+        """Stops the worker and its children where they are."""
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Ends a pause."""
+        os.killpg(self.process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
         """Ends the worker and its children, all at once."""
@@ -147,7 +164,8 @@ _EXIT_KINDS = {
 class Heard:
     """What one worker's event lines say, as far as the supervisor needs it."""
 
-    def __init__(self) -> None:
+    def __init__(self, hear: Callable[[events.Event], None]) -> None:
+        self._hear = hear
         self.first_step = -1
         self.last_step = -1
         self.committed_step = -1
@@ -164,6 +182,7 @@ class Heard:
         event = events.parse_line(line.decode(errors="replace"))
         if event is None:
             return
+        self._hear(event)
         step = event.get("step")
         step = step if isinstance(step, int) else -1
         match event["kind"]:
@@ -199,6 +218,7 @@ class Heard:
             status=status,
             first_step=self.first_step,
             last_step=self.last_step,
+            committed_step=self.committed_step,
             reached_first_step=self.reached_first_step,
             evidence=evidence,
             cache=cache,

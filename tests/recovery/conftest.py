@@ -14,18 +14,20 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from jaxft.config import SupervisorConfig
-from jaxft.events import EventLog, read_events
+from jaxft.events import KINDS, EventLog, read_events
 from jaxft.recovery.supervisor import Launch, Supervisor
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 # What every toy worker starts with; `attempt` is 0 for the first.
-WORKER = """
+WORKER = f"FIELDS = { {kind: list(fields) for kind, fields in KINDS.items()} }"
+WORKER += """
 import json, os, signal, sys, time
 attempt, event_fd, parent_fd, lock_fd = map(int, sys.argv[1:5])
 cache = sys.argv[5]
 
 def emit(kind, **fields):
+    fields = {**dict.fromkeys(FIELDS.get(kind, ()), 0), **fields}
     fields = {"kind": kind, "time": time.time(), **fields}
     data = json.dumps(fields).encode() + b"\\n"
     while data:
@@ -56,6 +58,8 @@ class Run:
     def __init__(self, folder: pathlib.Path, script: str, **options):
         self.events_folder = folder / "events"
         self.launches: list[Launch] = []
+        self.told: list[str] = []
+        self.heard: list[dict] = []
         self.script = WORKER + textwrap.dedent(script)
         self.log = EventLog(self.events_folder, role="supervise")
         config = {"max_restarts": 6, "backoff_secs": 0.01, "backoff_max_secs": 0.02}
@@ -67,6 +71,8 @@ class Run:
             signals=SIGNALS,
             grace_secs=options.pop("grace_secs", 5.0),
             emit=self.log,
+            hear=self.heard.append,
+            tell=self.told.append,
             **options,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import traceback
 
 import pytest
 from hypothesis import given, settings
@@ -54,7 +55,6 @@ def test_finished_ends_with_zero():
         (FaultKind.NO_CHECKPOINT, 66),
         (FaultKind.NONFINITE, 65),
         (FaultKind.OUT_OF_MEMORY, 77),
-        (FaultKind.SAVE_FAILED, 74),
         (FaultKind.WORKDIR_IN_USE, 73),
     ],
 )
@@ -67,9 +67,83 @@ def test_never_restarted(kind, code):
 
 
 def test_every_other_kind_is_restarted_first():
-    for kind in (FaultKind.KILLED, FaultKind.EXCEPTION):
+    for kind in (FaultKind.KILLED, FaultKind.EXCEPTION, FaultKind.SAVE_FAILED):
         action = POLICY.decide([WorkerExit(kind=kind, status=1)])
         assert action.kind is ActionKind.RESTART
+
+
+GROUP = """\
+  + Exception Group Traceback (most recent call last):
+  |   File "a.py", line 1, in <module>
+  | ExceptionGroup: two (2 sub-exceptions)
+  +-+---------------- 1 ----------------
+    | Traceback (most recent call last):
+    |   File "a.py", line 2, in <module>
+    | ValueError: inner
+    +------------------------------------
+"""
+
+
+@pytest.mark.parametrize(
+    ("evidence", "summary"),
+    [
+        ("", "exception"),
+        ("why\nso\n", "so"),
+        ("x" * 5000, "x" * 5000),
+        (
+            "Traceback (most recent call last):\n  File\nValueError: a\nb\n",
+            "ValueError: a",
+        ),
+        (
+            "Traceback (most recent call last):\n  ...\n\nKeyError: 'k'\nnote",
+            "KeyError: 'k'",
+        ),
+        ("Traceback (most recent call last):\n  File\n    code\n", "code"),
+        (GROUP, "ValueError: inner"),
+    ],
+)
+def test_summary_is_the_exception_itself_and_whole(evidence, summary):
+    worker = WorkerExit(kind=FaultKind.EXCEPTION, status=70, evidence=evidence)
+    assert worker.summary == summary
+
+
+def test_summary_of_a_real_chain():
+    try:
+        try:
+            raise KeyError("first")
+        except KeyError as error:
+            raise ValueError("second\nline") from error
+    except ValueError:
+        evidence = traceback.format_exc()
+    worker = WorkerExit(kind=FaultKind.EXCEPTION, status=70, evidence=evidence)
+    assert worker.summary == "ValueError: second"
+
+
+def save_failed(last_step: int, committed_step: int) -> WorkerExit:
+    worker = killed(last_step, committed_step=committed_step)
+    return dataclasses.replace(worker, kind=FaultKind.SAVE_FAILED, evidence="disk full")
+
+
+def test_a_failed_save_is_tried_again_by_a_restart():
+    first = save_failed(20, 10)
+    assert POLICY.decide([first]).kind is ActionKind.RESTART
+    # The same again, and nothing was committed in between.
+    action = POLICY.decide([first, save_failed(20, 10)])
+    assert (action.kind, action.exit_code) == (ActionKind.STOP, ExitCode.SAVE_FAILED)
+    assert "disk full" in action.reason
+    assert "no step was committed" in action.verdict
+    # A step was committed: another hiccup, paid from the budget.
+    assert POLICY.decide([first, save_failed(30, 20)]).kind is ActionKind.RESTART
+    # Another death in between says nothing about the disk.
+    assert POLICY.decide([first, killed(20), first]).kind is ActionKind.RESTART
+
+
+def test_failed_saves_use_up_the_budget_and_end_with_their_code():
+    history = [save_failed(10 * n, 10 * n) for n in range(1, 5)]
+    assert POLICY.decide(history).kind is ActionKind.RESTART
+    action = POLICY.decide([*history, save_failed(50, 50)])
+    assert (action.kind, action.exit_code) == (ActionKind.STOP, ExitCode.SAVE_FAILED)
+    assert "no restart left" in action.verdict
 
 
 def test_same_exception_at_the_same_step_stops():

@@ -13,6 +13,7 @@ import pytest
 
 from jaxft.events import read_events
 from jaxft.records import ExitCode, FaultKind
+from jaxft.recovery.supervisor import MAX_REASON_CHARS
 from jaxft.recovery.worker_process import MAX_LINE_BYTES
 
 pytestmark = pytest.mark.usefixtures("nothing_leaks")
@@ -177,7 +178,6 @@ def test_exception_once_is_forgiven(make_run):
         ("no_checkpoint", 66),
         ("nonfinite", 65),
         ("out_of_memory", 77),
-        ("save_failed", 74),
     ],
 )
 def test_faults_that_end_the_run(make_run, kind, code):
@@ -217,6 +217,65 @@ def test_a_refusal_after_restarts_keeps_the_history(make_run):
 def test_the_fault_event_wins_over_the_status(make_run):
     run = make_run('emit("fault", fault="nonfinite", step=3, evidence="x"); die()')
     assert run.run().exit_code == ExitCode.NONFINITE
+
+
+def test_a_failed_save_is_tried_again(make_run):
+    script = """
+        emit("preflight_done")
+        emit("save_commit", step=5)
+        if attempt < FAILS: step(6); fault("save_failed", 74, step=6, evidence="EIO")
+        finish(9)
+        """
+    once = make_run(script.replace("FAILS", "1"), name="once")
+    assert once.run().exit_code == ExitCode.FINISHED
+    always = make_run(script.replace("FAILS", "9"), name="always")
+    outcome = always.run()
+    assert outcome.exit_code == ExitCode.SAVE_FAILED
+    assert outcome.num_restarts == 1
+    assert outcome.verdict == "no step was committed since the last failed save"
+
+
+def test_each_restart_is_told_in_a_line(make_run):
+    run = make_run(
+        """
+        emit("preflight_done")
+        if attempt == 0: die()
+        step(7 + attempt)
+        emit("save_commit", step=7)
+        if attempt == 1: fault("exception", 70, step=8, evidence="x" * 3000)
+        if attempt == 2: die()
+        finish(9)
+        """,
+    )
+    assert run.run().exit_code == 0
+    first, second, third = run.told
+    assert first.startswith("worker died before its first step: killed by SIGKILL in ")
+    assert first.endswith("restarting from the beginning (restart 1, 4 left)")
+    assert second.startswith("worker died at step 8: xxx")
+    assert len(second) < 400
+    assert second.endswith("restarting from the newest checkpoint (restart 2, 3 left)")
+    assert third.startswith("worker died at step 9: killed by SIGKILL in phase start (")
+
+
+def test_each_event_is_heard(make_run):
+    run = make_run("step(1 + attempt); die() if attempt == 0 else finish(5)")
+    run.run()
+    assert [(e["kind"], e["step"]) for e in run.heard] == [
+        ("step", 1),
+        ("step", 2),
+        ("end", 5),
+    ]
+
+
+def test_reasons_are_whole_for_people_and_short_in_the_history(make_run):
+    evidence = "config.model.width: " + "much too wide " * 100 + "end"
+    run = make_run(f'fault("config", 78, evidence={evidence!r})')
+    outcome = run.run()
+    assert outcome.reason == outcome.fault.evidence == evidence
+    run = make_run(f'fault("nonfinite", 65, evidence={evidence!r})', name="events")
+    run.run()
+    for event in run.events("decision", "supervisor_end"):
+        assert len(event["reason"]) == MAX_REASON_CHARS
 
 
 def test_an_unknown_fault_leaves_the_status(make_run):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -72,12 +73,17 @@ def command(tmp_path):
     """Starts the command on one workdir; returns it and its first line's words."""
     started = []
 
-    def start(busy: str = "time.sleep(0.01)") -> tuple[subprocess.Popen, list[str]]:
+    def start(
+        busy: str = "time.sleep(0.01)", *, job: bool = False
+    ) -> tuple[subprocess.Popen, list[str]]:
+        # A shell's job has a group in the shell's session; only such a one can be
+        # stopped by Ctrl-Z.
+        group = {"process_group": 0} if job else {"start_new_session": True}
         process = subprocess.Popen(
             [sys.executable, "-c", COMMAND, str(tmp_path / "run"), busy],
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,
+            **group,
         )
         started.append(process)
         return process, process.stdout.readline().split()
@@ -152,3 +158,36 @@ def test_a_killed_worker_is_replaced_under_the_same_lock(command, wait_until_dea
     wait_until_dead(int(child))
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=20)[0].split() == ["outcome", "75", "1", "1"]
+
+
+def state(pid: int) -> str:
+    stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    return stat.rpartition(")")[2].split()[0]
+
+
+def wait_for_states(pids: list[int], states: str) -> None:
+    deadline = time.monotonic() + 5
+    while not all(state(pid) in states for pid in pids):
+        assert time.monotonic() < deadline, [state(pid) for pid in pids]
+        time.sleep(0.01)
+
+
+def test_ctrl_z_stops_the_worker_too_and_fg_wakes_it(command):
+    process, (_, worker, child) = command(job=True)
+    pids = [process.pid, int(worker), int(child)]
+    for _ in range(2):
+        os.killpg(process.pid, signal.SIGTSTP)
+        wait_for_states(pids, "T")
+        os.killpg(process.pid, signal.SIGCONT)
+        wait_for_states(pids, "SR")
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=20)[0].split() == ["outcome", "75", "1", "0"]
+
+
+def test_ctrl_z_where_nobody_could_wake_it_changes_nothing(command):
+    process, (_, worker, _child) = command()
+    os.kill(process.pid, signal.SIGTSTP)
+    time.sleep(0.3)
+    wait_for_states([process.pid, int(worker)], "SR")
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=20)[0].split() == ["outcome", "75", "1", "0"]

@@ -162,6 +162,22 @@ def test_a_death_after_a_request_is_not_restarted(make_run):
     assert outcome.num_restarts == 0
 
 
+def test_a_save_that_fails_after_a_request_is_neither_hidden_nor_tried_again(make_run):
+    run = make_run(
+        """
+        emit("preflight_done")
+        stop = lambda n, f: fault("save_failed", 74, step=8, evidence="disk full")
+        signal.signal(signal.SIGTERM, stop)
+        listen()
+        time.sleep(20)
+        """,
+    )
+    outcome = run.run((0.3, signal.SIGTERM))
+    assert outcome.exit_code == ExitCode.SAVE_FAILED
+    assert outcome.reason == "disk full"
+    assert (outcome.num_restarts, run.told) == (0, [])
+
+
 def test_finishing_after_a_request_is_finished(make_run):
     run = make_run(
         """
