@@ -73,7 +73,7 @@ class Worker:
 
     Args:
         config: resolved and locked.
-        workdir: absolute; locked by the caller.
+        workdir: absolute; it is there, and locked by the caller.
         log: the run's history; opened here when the preflight is over.
         stops: requests to stop.
         attempt: workers that this command started before.

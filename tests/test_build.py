@@ -88,6 +88,7 @@ def test_every_committed_step_gives_the_identical_rest(tmp_path: pathlib.Path) -
 def test_a_worker_goes_on_where_another_ended(tmp_path: pathlib.Path) -> None:
     states = {}
     for name, lengths in {"whole": [20], "parts": [7, 13, 20]}.items():
+        (tmp_path / name).mkdir()
         for num_steps in lengths:
             config = small(num_steps)
             log = EventLog(tmp_path / name / "events", role="work")

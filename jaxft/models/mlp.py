@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxft.config import ConfigError, LossConfig, ModelConfig, RematConfig
 from jaxft.models.losses import softmax_sums, squared_sums
-from jaxft.parallel.activations import constrain_rows
+from jaxft.parallel.activations import constrain_rows, gather_features
 from jaxft.remat.layers import apply_layers
 from jaxft.remat.policies import Policy, parse_plan
 from jaxft.types import Batch, Sums
@@ -165,7 +165,7 @@ class TokenMLP(nnx.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """`[B, T]` -> `[B, T, V]`."""
         num_positions = tokens.shape[1]
-        x = constrain_rows(self.embedding[...][tokens])
+        x = constrain_rows(gather_features(self.embedding[...])[tokens])
         padded = jnp.pad(x, ((0, 0), (self.window - 1, 0), (0, 0)))
         views = [padded[:, i : i + num_positions] for i in range(self.window)]
         return self.mlp(jnp.concatenate(views, axis=-1))

@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxft.config import ConfigError, LossConfig, ModelConfig, RematConfig
 from jaxft.models.losses import softmax_sums
-from jaxft.parallel.activations import constrain_rows
+from jaxft.parallel.activations import constrain_rows, gather_features
 from jaxft.remat.layers import apply_layers, scan_layers
 from jaxft.remat.policies import Policy, parse_plan
 from jaxft.types import Batch, Sums
@@ -228,7 +228,7 @@ class Transformer(nnx.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """`[B, T]` -> `[B, T, V]`."""
         embedding = self.embedding[...]
-        x = constrain_rows(embedding[tokens])
+        x = constrain_rows(gather_features(embedding)[tokens])
         rope = make_rope(tokens.shape[1], self.head_dim, theta=self.rope_theta)
         x = self._apply_blocks(x, rope)
         x = self.final_norm(x)

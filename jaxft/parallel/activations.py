@@ -49,3 +49,16 @@ def constrain_rows(x: jax.Array) -> jax.Array:
         return x
     spec = PartitionSpec(axes, *(None,) * (x.ndim - 1))
     return jax.lax.with_sharding_constraint(x, NamedSharding(sharding.mesh, spec))
+
+
+def gather_features(table: jax.Array) -> jax.Array:
+    """A table `[V, D]` with its features whole on each device, for a lookup.
+
+    Rows of `V` may stay split. Looked up as it lies, a table split over `D` gives
+    activations split over `D`, which the compiler can only mend by way of the whole.
+    """
+    sharding = _rows.get()
+    if sharding is None:
+        return table
+    spec = PartitionSpec(PartitionSpec.UNCONSTRAINED, None)
+    return jax.lax.with_sharding_constraint(table, NamedSharding(sharding.mesh, spec))
