@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import os
 import pathlib
+import re
 import sys
 import traceback
-from collections.abc import Sequence
+import types
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from absl import flags
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
 
-from jaxft.config import Config, ConfigError, Section, fields
+from jaxft.config import Config, ConfigError, Section, check_types, fields, type_words
 
 USAGE = """\
 usage: python -m jaxft.main --config=FILE --workdir=FOLDER [--config.SECTION.FIELD=V]
@@ -63,39 +66,42 @@ class Command:
 
 
 def parse(argv: Sequence[str]) -> Command:
-    """Reads a command line.
+    """Reads a command line; runs the config file.
 
     Raises:
         ConfigError: anything about it is wrong.
     """
-    _check_config_file(argv)
+    file, words = _split_config(argv)
+    config = _load(file)
+    overrides = [(path, value, _look_up(config, path)) for path, value in _paths(words)]
     values = flags.FlagValues()
-    _define_flags(values)
-    # config_flags looks for the overrides in sys.argv.
-    earlier, sys.argv = sys.argv, list(argv)
     try:
-        rest = values(list(argv))
-        config = values.config
+        _define_flags(values, config, words)
+        rest = values(words)
     except Exception as error:
-        raise _explain(argv, error) from error
-    finally:
-        sys.argv = earlier
+        raise _explain(error, overrides) from error
     if len(rest) > 1:
         raise ConfigError("", f"unexpected arguments: {' '.join(rest[1:])}")
-    if not values.workdir:
-        raise ConfigError("", "--workdir=FOLDER is missing")
-    if not isinstance(config, Config):
-        name = type(config).__name__
-        raise ConfigError("", f"get_config() returned {name}, not a jaxft.Config")
-    names = [f.name for f in dataclasses.fields(Command)][2:]
-    given = {name: getattr(values, name) for name in names}
-    return Command(argv=tuple(argv), config=config, **given)
+    _check_workdir(values.workdir)
+    return Command(
+        argv=tuple(argv),
+        config=values.config,
+        workdir=values.workdir,
+        role=values.role,
+        attempt=values.attempt,
+        event_fd=values.event_fd,
+        parent_fd=values.parent_fd,
+        lock_fd=values.lock_fd,
+        compile_cache=values.compile_cache,
+        start_secs=values.start_secs,
+    )
 
 
-def _define_flags(values: flags.FlagValues) -> None:
+def _define_flags(values: flags.FlagValues, config: Config, words: list[str]) -> None:
     define: dict[str, Any] = {"flag_values": values}
-    config_flags.DEFINE_config_file("config", None, "config file", **define)
-    flags.DEFINE_string("workdir", "", "folder of the run", **define)
+    config_flags.DEFINE_config_dataclass("config", config, sys_argv=words, **define)
+    once = define | {"allow_overwrite": False}
+    flags.DEFINE_string("workdir", "", "folder of the run", **once)
     flags.DEFINE_enum("role", "supervise", ["supervise", "work"], "role", **define)
     # What a supervisor tells its worker; not for use by hand.
     flags.DEFINE_integer("attempt", 0, "restarts before", **define)
@@ -107,85 +113,138 @@ def _define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_float("start_secs", 0.0, "start of the command", **define)
 
 
-def _config_file(argv: Sequence[str]) -> str | None:
-    """What `--config` names, without an argument for get_config."""
-    for index, word in enumerate(argv):
-        if word in ("--config", "-config") and index + 1 < len(argv):
-            return argv[index + 1].partition(":")[0]
-        for prefix in ("--config=", "-config="):
-            if word.startswith(prefix):
-                return word.removeprefix(prefix).partition(":")[0]
-    return None
-
-
-def _check_config_file(argv: Sequence[str]) -> None:
-    name = _config_file(argv)
-    if not name:
+def _split_config(argv: Sequence[str]) -> tuple[str, list[str]]:
+    """What `--config` says, and the command line without it."""
+    files, words = [], []
+    rest = iter(argv)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        if name in ("--config", "-config"):
+            files.append(value if equals else next(rest, ""))
+        else:
+            words.append(word)
+    if len(files) > 1:
+        raise ConfigError("", f"--config is given twice: {' and '.join(files)}")
+    if not files or not files[0]:
         raise ConfigError("", "--config=FILE is missing, e.g. configs/tiny_lm.py")
+    return files[0], words
+
+
+def _load(file: str) -> Config:
+    """Runs `FILE` or `FILE:ARGUMENT`; the config is typed, not yet resolved."""
+    name, colon, argument = file.partition(":")
     if not pathlib.Path(name).is_file():
         raise ConfigError("", f"--config={name}: there is no such file")
-    if not os.access(name, os.R_OK):
-        raise ConfigError("", f"--config={name}: the file cannot be read")
+    # Its own module, for classes in it to find their home.
+    module = types.ModuleType("jaxft_config_file")
+    module.__file__ = name
+    sys.modules[module.__name__] = module
+    try:
+        source = pathlib.Path(name).read_bytes()
+        exec(compile(source, name, "exec", dont_inherit=True), module.__dict__)
+        get_config = getattr(module, "get_config", None)
+        if not callable(get_config):
+            raise ConfigError("", f"--config={name}: it does not define get_config()")
+        arguments = [argument] if colon else []
+        _check_arguments(file, get_config, arguments)
+        config = get_config(*arguments)
+    except ConfigError:
+        raise
+    # A file that calls sys.exit must not look like a finished run.
+    except (Exception, SystemExit) as error:
+        raise _file_problem(name, error) from error
+    if not isinstance(config, Config):
+        kind = type(config).__name__
+        raise ConfigError("", f"get_config() returned {kind}, not a jaxft.Config")
+    check_types(config)
+    return config
 
 
-def _explain(argv: Sequence[str], error: Exception) -> ConfigError:
-    """The parser's error in words for whoever typed the command."""
-    for word in argv[1:]:
-        name, _, value = word.lstrip("-").partition("=")
-        if not name.startswith("config."):
-            continue
-        path = name.removeprefix("config.")
-        if (problem := _path_problem(path)) is not None:
-            return ConfigError(path, problem)
-        if isinstance(error, flags.Error) and f"--{name}" in str(error):
-            return ConfigError(path, _value_problem(value, error))
-        if path.partition(".options.")[1] and isinstance(error, AttributeError):
-            return ConfigError(path, "the config file does not declare this option")
-    if isinstance(error, flags.Error) and "parsing config file" not in str(error):
-        return ConfigError("", " ".join(str(error).split()))
-    return _file_problem(argv, error)
+def _check_arguments(
+    file: str, get_config: Callable[..., Any], arguments: list[str]
+) -> None:
+    try:
+        inspect.signature(get_config).bind(*arguments)
+    except TypeError as error:
+        raise ConfigError(
+            "",
+            f"--config={file}: get_config: {error}; "
+            "--config=FILE passes no argument, --config=FILE:ARGUMENT one string",
+        ) from error
 
 
-def _path_problem(path: str) -> str | None:
-    """What is wrong with a dotted path; None where it names a field."""
-    section: Any = Config()
+def _file_problem(name: str, error: BaseException) -> ConfigError:
+    """An error inside the config file, with its place there."""
+    message = " ".join(str(error).split())
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == name
+    ]
+    if isinstance(error, SyntaxError) and error.filename in (name, None):
+        lines, message = [error.lineno], error.msg
+    place = f"{name}:{lines[-1]}" if lines and lines[-1] else name
+    reason = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    return ConfigError("", f"--config={place}: {reason}")
+
+
+def _paths(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Path and value of each override."""
+    for index, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        match = re.fullmatch(r"--?(?:no)?config\.(.*)", name)
+        if match:
+            after = words[index + 1] if index + 1 < len(words) else ""
+            yield match[1], value if equals else after
+
+
+def _look_up(config: Config, path: str) -> Any:
+    """The value at a path that can be overridden."""
+    value: Any = config
     for name in path.split("."):
-        if not isinstance(section, Section):
-            return None if path.partition(".options.")[1] else "this is not a section"
-        known = [f.name for f in fields(section)]
+        if isinstance(value, Section):
+            known, unknown = (
+                [f.name for f in fields(value)],
+                f"there is no {name!r} here",
+            )
+        elif isinstance(value, ConfigDict):
+            known, unknown = list(value), "the config file does not declare this option"
+        else:
+            raise ConfigError(path, "this is not a section")
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else ", ".join(known)
-            return f"there is no {name!r} here; {hint}"
-        section = getattr(section, name)
-    if isinstance(section, Section):
-        return "this is a section; set one of its fields"
-    return None
+            raise ConfigError(path, f"{unknown}; {hint}" if hint else unknown)
+        value = getattr(value, name) if isinstance(value, Section) else value[name]
+    if isinstance(value, Section | ConfigDict):
+        raise ConfigError(path, "this is a section; set one of its fields")
+    return value
 
 
-def _value_problem(value: str, error: Exception) -> str:
+def _explain(
+    error: Exception, overrides: Sequence[tuple[str, str, Any]]
+) -> ConfigError:
+    """The parser's error in words for whoever typed the command."""
     text = " ".join(str(error).split())
-    _, _, reason = text.partition(": ")
-    if "Non-boolean" in reason:
-        reason = "must be true or false"
-    return f"cannot be {value!r}: {reason or text}"
+    for path, value, before in overrides:
+        shown = " ".join(value.split())
+        if f"--config.{path}={shown}:" in text:
+            return ConfigError(
+                path, f"must be {type_words(type(before))}, is {value!r}"
+            )
+        if text.endswith(f"--config.{path}"):
+            return ConfigError(path, f"a value is missing: --config.{path}=VALUE")
+        if f"field config.{path} " in text:
+            kind = type(before).__name__
+            return ConfigError(path, f"a {kind} can only be set in the config file")
+    return ConfigError("", text)
 
 
-def _file_problem(argv: Sequence[str], error: BaseException) -> ConfigError:
-    """An error inside the config file, with its place there."""
-    name = _config_file(argv) or ""
-    cause = error.__cause__ or error.__context__
-    if isinstance(error, flags.Error) and cause is not None:
-        error = cause
-    place = name
-    if isinstance(error, SyntaxError):
-        place = f"{name}:{error.lineno}"
-        message = error.msg
-    else:
-        message = " ".join(str(error).split())
-        for frame in traceback.extract_tb(error.__traceback__):
-            if pathlib.Path(frame.filename).name == pathlib.Path(name).name:
-                place = f"{name}:{frame.lineno}"
-    if "has no attribute 'get_config'" in message:
-        return ConfigError("", f"--config={name}: it does not define get_config()")
-    return ConfigError("", f"--config={place}: {type(error).__name__}: {message}")
+def _check_workdir(workdir: str) -> None:
+    if not workdir:
+        raise ConfigError("", "--workdir=FOLDER is missing")
+    path = os.path.realpath(os.path.expanduser(workdir))
+    if path == os.path.dirname(path):
+        raise ConfigError("", f"--workdir={workdir}: a whole file system is no workdir")
+    if os.path.expanduser(workdir).startswith("~"):
+        raise ConfigError("", f"--workdir={workdir}: there is no such user")
