@@ -10,23 +10,45 @@ supervisor. Exit codes are those of `jaxft.records.ExitCode`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+
+    def _leave_at_once(*_: object) -> NoReturn:
+        os.write(2, b"jaxft: stopped by SIGINT before it began\n")
+        os._exit(75)  # ExitCode.STOPPED, which is not imported yet.
+
+    # The imports take moments, too, and an interrupt there is no error of theirs. Where
+    # a supervisor started us it is blocked until somebody listens.
+    signal.signal(signal.SIGINT, _leave_at_once)
 
 from jaxft import config as configs
 from jaxft.command import USAGE, Command, parse
 from jaxft.config import ConfigError
-from jaxft.events import EventLog, read_events
+from jaxft.events import EventLog
+from jaxft.faults.exceptions import fault_of
 from jaxft.faults.preemption import StopRequests, parse_signals
-from jaxft.metrics.report import closing_summary
-from jaxft.records import ExitCode, FaultError
+from jaxft.metrics import writers
+from jaxft.metrics.report import Summary
+from jaxft.records import ExitCode, Fault, FaultError, FaultKind
 from jaxft.recovery.supervisor import Launch, Outcome, Supervisor
-from jaxft.recovery.workdir import WorkdirLock
+from jaxft.recovery.workdir import WorkdirLock, absolute
 from jaxft.recovery.worker_link import SupervisorLink
+
+_WORDS = {
+    FaultKind.KILLED: "crashed",
+    FaultKind.EXCEPTION: "crashed",
+    FaultKind.CONFIG: "refused",
+    FaultKind.NONFINITE: "not finite",
+    FaultKind.NO_CHECKPOINT: "no usable checkpoint",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,6 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(str(error), ExitCode.CONFIG)
     except FaultError as error:
         return _refuse(str(error), error.fault.exit_code)
+    except KeyboardInterrupt:
+        # Outside of what listens: while it parses, waits for the lock, or at the end.
+        return _refuse("stopped by SIGINT", ExitCode.STOPPED)
 
 
 def supervise(command: Command) -> int:
@@ -55,8 +80,8 @@ def supervise(command: Command) -> int:
         _say("warning: the config file imports jax; the supervisor should not need it")
     started = time.time()
     config = command.config
+    summary = Summary()
     with WorkdirLock.acquire(command.workdir) as lock:
-        folder = lock.workdir / "events"
 
         def make_argv(launch: Launch) -> list[str]:
             return [
@@ -69,7 +94,7 @@ def supervise(command: Command) -> int:
                 f"--start_secs={started}",
             ]
 
-        log = EventLog(folder, role="supervise")
+        log = EventLog(lock.workdir / "events", role="supervise", tee=summary.take_line)
         outcome = Supervisor(
             make_argv,
             config=config.supervisor,
@@ -77,49 +102,59 @@ def supervise(command: Command) -> int:
             grace_secs=config.preemption.grace_secs,
             emit=log,
             lock_fd=lock.fileno(),
+            hear=summary.take,
+            tell=_say,
         ).run()
         if not outcome.preflight_done:
             lock.release(undo=True)
-            return _refuse(_first_line(outcome), outcome.exit_code)
-        if outcome.fault is not None and outcome.exit_code != ExitCode.STOPPED:
-            _say(_evidence(outcome))
-        _summarize(lock.workdir, since=started, reason=_ending(outcome))
+            return _refuse(_refusal(outcome), outcome.exit_code)
+        _tell_evidence(outcome.fault)
+        _tell_history(log)
+        ending = _ending(outcome.fault, reason=outcome.reason, verdict=outcome.verdict)
+        _conclude(summary, workdir=lock.workdir, ending=ending)
     return outcome.exit_code
 
 
 def work(command: Command) -> int:
     """One worker, under a supervisor or alone."""
-    link = None
     if command.event_fd >= 0:
         link = SupervisorLink(
             command.event_fd, command.parent_fd, lock_fd=command.lock_fd
         )
-    if link is None:
-        with WorkdirLock.acquire(command.workdir) as lock:
-            started = time.time()
-            code, entered = _live(command, lock.workdir, link=None)
+        folder = absolute(command.workdir)
+        return _live(command, folder, tee=link.send, close=lambda *_: link.close())
+    summary = Summary()
+    with WorkdirLock.acquire(command.workdir) as lock:
+
+        def close(fault: Fault | None, entered: bool) -> None:
             if not entered:
                 lock.release(undo=True)
-            else:
-                _summarize(lock.workdir, since=started, reason=code.name.lower())
-        return code
-    workdir = pathlib.Path(command.workdir).expanduser().absolute()
-    code, _ = _live(command, workdir, link=link)
-    link.close()
-    return code
+                _say(_evidence(fault))
+                return
+            _tell_evidence(fault)
+            ending = _ending(fault, reason=_evidence(fault))
+            _conclude(summary, workdir=lock.workdir, ending=ending)
+
+        return _live(command, lock.workdir, tee=summary.take_line, close=close)
 
 
 def _live(
-    command: Command, workdir: pathlib.Path, *, link: SupervisorLink | None
-) -> tuple[ExitCode, bool]:
-    """Runs a worker; its exit code, and whether it wrote to the workdir."""
-    log = EventLog(workdir / "events", role="work", tee=link.send if link else None)
+    command: Command,
+    workdir: pathlib.Path,
+    *,
+    tee: Callable[[str], None],
+    close: Callable[[Fault | None, bool], None],
+) -> ExitCode:
+    """Runs a worker; `close` is told how it ended and whether it wrote anything."""
+    log = EventLog(workdir / "events", role="work", tee=tee)
+    entered = lambda: False
 
     def leave(reason: str) -> NoReturn:
         """Nothing is worth saving here: the newest committed step stands."""
         log("end", step=-1, reason=f"stopped by {reason}")
-        if link is not None:
-            link.close()
+        _tell_history(log)
+        close(_stop(f"{reason} before the first step"), entered())
+        _flush()
         os._exit(ExitCode.STOPPED)
 
     stops = StopRequests(
@@ -128,33 +163,84 @@ def _live(
         start_secs=command.start_secs or None,
         leave=leave,
     )
+    fault = None
     with stops:
-        with stops.may_leave():
-            # The imports take seconds; a request must not wait for them.
-            from jaxft.loop import Ending
-            from jaxft.worker import Worker
-        worker = Worker(
-            command.config,
-            workdir=workdir,
-            log=log,
-            stops=stops,
-            attempt=command.attempt,
-            cache=command.compile_cache,
-        )
         try:
+            with stops.may_leave():
+                # The imports take seconds; a request must not wait for them.
+                from jaxft.loop import Ending
+                from jaxft.worker import Worker
+            worker = Worker(
+                command.config,
+                workdir=workdir,
+                log=log,
+                stops=stops,
+                attempt=command.attempt,
+                cache=command.compile_cache,
+            )
+            entered = lambda: worker.entered
             _, ending = worker.live()
-        except ConfigError as error:
-            code = ExitCode.CONFIG
-            if link is None:
-                _say(str(error))
-        except FaultError as error:
-            code = error.fault.exit_code
-            if link is None:
-                _say(str(error))
-        else:
-            stopped = ending is Ending.STOPPED
-            code = ExitCode.STOPPED if stopped else ExitCode.FINISHED
-    return code, worker.entered
+            if ending is Ending.STOPPED:
+                fault = _stop(str(stops.poll()))
+        except (ConfigError, FaultError) as error:
+            fault = fault_of(error)  # The worker has said so already.
+        except KeyboardInterrupt:  # It is none of the signals that save.
+            fault = _stop("SIGINT")
+        except BaseException as error:  # What ends a process ends the run as a fault.
+            fault = fault_of(error)
+            fields = {"fault": fault.kind, "step": fault.step, "process": fault.process}
+            code = int(fault.exit_code)
+            log("fault", **fields, evidence=fault.evidence, exit_code=code)
+        _tell_history(log)
+        close(fault, entered())
+    return ExitCode.FINISHED if fault is None else fault.exit_code
+
+
+def _stop(reason: str) -> Fault:
+    return Fault(kind=FaultKind.STOPPED, evidence=f"stopped by {reason}")
+
+
+def _refusal(outcome: Outcome) -> str:
+    """What ended the run before it wrote anything."""
+    fault = outcome.fault
+    if fault is None or fault.kind is FaultKind.STOPPED:
+        return f"{outcome.reason} before the first step"
+    return _evidence(fault)
+
+
+def _ending(fault: Fault | None, *, reason: str, verdict: str = "") -> str:
+    """The summary's first row: short, the evidence is told above it."""
+    if fault is None:
+        return "finished"
+    code = f"(exit {int(fault.exit_code)})"
+    if fault.kind is FaultKind.STOPPED:
+        return f"{reason}; the same command goes on from here {code}"
+    what = _WORDS.get(fault.kind, fault.kind.replace("_", " "))
+    where = f" at step {fault.step}" if fault.step >= 0 else ""
+    why = f": {verdict}" if verdict else ""
+    return f"{what}{where}{why} {code}"
+
+
+def _tell_evidence(fault: Fault | None) -> None:
+    if fault is not None and fault.kind is not FaultKind.STOPPED:
+        _say(_evidence(fault))
+
+
+def _evidence(fault: Fault | None) -> str:
+    return "" if fault is None else fault.evidence.rstrip() or str(fault.kind)
+
+
+def _tell_history(log: EventLog) -> None:
+    if log.error is not None:
+        _say(f"history incomplete: {log.path}: {log.error.strerror or log.error}")
+
+
+def _conclude(summary: Summary, *, workdir: pathlib.Path, ending: str) -> None:
+    """Prints the summary; whatever happens here, the run has ended as it has."""
+    try:
+        sys.stdout.write(summary.text(workdir=workdir, reason=ending) + "\n")
+    except (Exception, KeyboardInterrupt) as error:
+        _say(f"{ending}; no summary: {error!r}")
 
 
 def _refuse(problem: str, code: int) -> int:
@@ -163,37 +249,21 @@ def _refuse(problem: str, code: int) -> int:
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"jaxft: {text}\n")
+    writers.say(f"jaxft: {text}", stream=sys.stderr)
 
 
-def _first_line(outcome: Outcome) -> str:
-    return outcome.reason.splitlines()[0] if outcome.reason else "stopped"
-
-
-def _evidence(outcome: Outcome) -> str:
-    fault = outcome.fault
-    return fault.evidence.rstrip() if fault is not None else ""
-
-
-def _ending(outcome: Outcome) -> str:
-    if outcome.exit_code == ExitCode.FINISHED:
-        return "finished"
-    code = f"exit {int(outcome.exit_code)}"
-    if outcome.exit_code == ExitCode.STOPPED:
-        return f"{outcome.reason}; the same command goes on from here ({code})"
-    return f"{outcome.reason} ({code})"
-
-
-def _summarize(workdir: pathlib.Path, *, since: float, reason: str) -> None:
-    events = read_events(workdir / "events")
-    events = [event for event in events if event["time"] >= since]
-    sys.stdout.write(closing_summary(events, workdir=workdir, reason=reason) + "\n")
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # Nobody reads it any more.
+            stream.flush()
 
 
 if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _flush()
     # Not sys.exit: a background thread that still sits in C++ code (storage that never
     # answers) would abort the interpreter's end, and so change the exit code.
     os._exit(status)

@@ -1,128 +1,215 @@
-"""The closing summary of a run, read from its events alone.
+"""The closing summary of a run, made from its events while they happen.
 
-World: host-only. Floor: a peer of `data` and `checkpoint`. Whoever outlives the
-worker prints it: the supervisor, or the worker itself when it runs alone.
+World: host-only. Floor: a peer of `data` and `checkpoint`, above `events`. Whoever
+outlives the worker prints it: the supervisor, or the worker itself when it runs alone.
+
+Nothing is read back from disk: a run of months has gigabytes of history, and a clock
+that is set back cannot confuse what is taken in the order of its happening.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import math
+import os
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-Event = Mapping[str, Any]
+from jaxft.events import Event, parse_line
+
+# What reading an event raises whose fields are there but are not what they should be.
+_MALFORMED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What one command did.
+    """What one command did; takes in one event after the other, in a fixed space.
 
     Attributes:
         step: finished step attempts at the end; -1 when none is known.
+        num_steps: where the run ends; -1 when it is not known.
         metrics: of the last step seen.
         evaluation: of the last evaluation, empty for none.
         first_evaluation: of the first one in these events.
-        steps_per_sec: median over the step events.
-        input_share: share of the steps' time that the loop waited for input.
         num_restarts: workers started after the first.
-        lost_secs: time from a death until its step number was passed again.
+        lost_secs: seconds from each death until the steps done before it were passed
+            again.
         last_checkpoint: label of the newest committed step, -1 for none.
         quarantined: paths of steps that were moved aside.
     """
 
-    step: int
-    metrics: dict[str, float]
-    evaluation: dict[str, float]
-    first_evaluation: dict[str, float]
-    steps_per_sec: float
-    input_share: float
-    num_restarts: int
-    lost_secs: float
-    last_checkpoint: int
-    quarantined: tuple[str, ...]
+    def __init__(self) -> None:
+        self.step = -1
+        self.num_steps = -1
+        self.metrics: dict[str, float] = {}
+        self.evaluation: dict[str, float] = {}
+        self.first_evaluation: dict[str, float] = {}
+        self.num_restarts = 0
+        self.lost_secs = 0.0
+        self.last_checkpoint = -1
+        self.quarantined: list[str] = []
+        self._items: tuple[str, float] | None = None
+        # A worker's first record holds what is done once: it counts only if it is all
+        # that there is.
+        self._first_pace = _Pace()
+        self._pace = _Pace()
+        self._is_first = True
+        self._top_step, self._top_secs = -1, math.nan
+        self._dead_since: float | None = None
+
+    def take(self, event: Event) -> None:
+        """Takes in one event; one that is not made as it should be says nothing."""
+        taker = getattr(self, f"_take_{event['kind']}", None)
+        if taker is not None:
+            with contextlib.suppress(*_MALFORMED):
+                taker(event)
+
+    def take_line(self, line: str) -> None:
+        """Takes in an event as `EventLog` hands it to its `tee`."""
+        if (event := parse_line(line)) is not None:
+            self.take(event)
+
+    @property
+    def steps_per_sec(self) -> float:
+        """Median over the step events; 0 for none."""
+        return self._known_pace().median()
+
+    @property
+    def input_share(self) -> float:
+        """Share of the steps' time that the loop waited for input."""
+        pace = self._known_pace()
+        return pace.data_secs / pace.secs if pace.secs > 0 else 0.0
+
+    def text(self, *, workdir: pathlib.Path, reason: str) -> str:
+        """What a person reads at the end: a few lines, `name  value`.
+
+        Args:
+            workdir: the run's folder.
+            reason: how the run ended, in a few words.
+        """
+        rows = [("run", reason)]
+        if self.step >= 0:
+            of = f" of {self.num_steps}" if self.num_steps >= 0 else ""
+            rows.append(("step", f"{self.step}{of}"))
+        if "loss" in self.metrics:
+            rows.append(("loss", f"{self.metrics['loss']:.4f}"))
+        rows += [
+            (f"held-out {name}", _from_to(self.first_evaluation.get(name), value))
+            for name, value in self.evaluation.items()
+        ]
+        if (rate := self.steps_per_sec) and self._items is not None:
+            unit, per_step = self._items
+            items = f"{rate * per_step:,.0f} {unit}/s"
+            waiting = f"{100 * self.input_share:.1f} % waiting for input"
+            rows.append(("throughput", f"{rate:.2f} steps/s, {items}, {waiting}"))
+        lost = f"{self.num_restarts}, {self.lost_secs:.1f} s lost to them"
+        rows.append(("restarts", lost))
+        where = os.path.normpath(workdir / "checkpoints")
+        newest = self.last_checkpoint
+        known = f"{where}, newest {newest}" if newest >= 0 else f"none yet in {where}"
+        rows.append(("checkpoints", known))
+        rows += [("moved aside", os.path.normpath(path)) for path in self.quarantined]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+    def _known_pace(self) -> _Pace:
+        return self._pace if self._pace.secs > 0 else self._first_pace
+
+    def _take_launch(self, event: Event) -> None:
+        self._is_first = True
+        self.num_restarts = max(self.num_restarts, int(event["attempt"]))
+
+    def _take_run(self, event: Event) -> None:
+        self._is_first = True
+        self.num_steps = int(event["num_steps"])
+        self._items = str(event["unit"]), float(event["per_step"])
+
+    def _take_step(self, event: Event) -> None:
+        step, num_steps = int(event["step"]), event["step"] - event["first_step"] + 1
+        secs, data_secs = float(event["secs"]), float(event["data_secs"])
+        metrics = _numbers(event["metrics"])
+        pace = self._first_pace if self._is_first else self._pace
+        pace.add(num_steps, secs=secs, data_secs=data_secs)
+        self._is_first = False
+        self.metrics = metrics
+        self.step = max(self.step, step)
+        if step > self._top_step:
+            if self._dead_since is not None:
+                self.lost_secs += max(0.0, event["time"] - secs - self._dead_since)
+                self._dead_since = None
+            self._top_step, self._top_secs = step, event["time"]
+
+    def _take_evaluation(self, event: Event) -> None:
+        self.evaluation = _numbers(event["metrics"])
+        self.first_evaluation = self.first_evaluation or self.evaluation
+
+    def _take_save_commit(self, event: Event) -> None:
+        self.last_checkpoint = max(self.last_checkpoint, int(event["step"]))
+
+    def _take_restore(self, event: Event) -> None:
+        self._take_save_commit(event)
+        self.step = max(self.step, int(event["step"]))
+
+    def _take_end(self, event: Event) -> None:
+        self.step = max(self.step, int(event["step"]))
+
+    def _take_quarantine(self, event: Event) -> None:
+        self.quarantined.append(str(event["path"]))
+
+    def _take_worker_exit(self, event: Event) -> None:
+        if event["status"] != 0 and self._dead_since is None:
+            # What it did after its last report is lost too.
+            since = event["time"]
+            known = not math.isnan(self._top_secs)
+            self._dead_since = min(since, self._top_secs) if known else since
+
+
+class _Pace:
+    """Rates of step events, without keeping each of them."""
+
+    def __init__(self) -> None:
+        self.secs = 0.0
+        self.data_secs = 0.0
+        # Rates that differ by less than a hundredth are one: its newest, and how many.
+        self._rates: dict[int, tuple[float, int]] = {}
+
+    def add(self, num_steps: int, *, secs: float, data_secs: float) -> None:
+        """One event of `num_steps` steps in `secs`."""
+        if secs > 0 and num_steps > 0:
+            self.secs += secs
+            self.data_secs += data_secs
+            rate = num_steps / secs
+            key = round(100 * math.log(rate))
+            self._rates[key] = rate, self._rates.get(key, (rate, 0))[1] + 1
+
+    def median(self) -> float:
+        """In steps a second; 0 without events."""
+        left = sum(count for _, count in self._rates.values()) // 2
+        for _, (rate, count) in sorted(self._rates.items()):
+            left -= count
+            if left < 0:
+                return rate
+        return 0.0
 
 
 def summarize(events: Iterable[Event]) -> Summary:
-    """Reads one command's events, in time order."""
-    by_kind: dict[str, list[Event]] = {}
-    ordered = list(events)
-    for event in ordered:
-        by_kind.setdefault(event["kind"], []).append(event)
-    steps = by_kind.get("step", [])
-    evaluations = by_kind.get("evaluation", [])
-    rates = sorted(
-        (e["step"] - e["first_step"] + 1) / e["secs"] for e in steps if e["secs"] > 0
-    )
-    saved = [e["step"] for e in by_kind.get("save_commit", [])]
-    saved += [e["step"] for e in by_kind.get("restore", [])]
-    reached = [e["step"] for e in steps] + [e["step"] for e in by_kind.get("end", [])]
-    return Summary(
-        step=max(reached, default=-1),
-        metrics=dict(steps[-1]["metrics"]) if steps else {},
-        evaluation=dict(evaluations[-1]["metrics"]) if evaluations else {},
-        first_evaluation=dict(evaluations[0]["metrics"]) if evaluations else {},
-        steps_per_sec=rates[len(rates) // 2] if rates else 0.0,
-        input_share=sum(e["data_secs"] for e in steps)
-        / max(sum(e["secs"] for e in steps), 1e-9),
-        num_restarts=max((e["attempt"] for e in by_kind.get("launch", [])), default=0),
-        lost_secs=lost_secs(ordered),
-        last_checkpoint=max(saved, default=-1),
-        quarantined=tuple(e["path"] for e in by_kind.get("quarantine", [])),
-    )
-
-
-def lost_secs(events: Iterable[Event]) -> float:
-    """Seconds from each death until the steps done before it were passed again."""
-    lost = 0.0
-    top, top_time = -1, None
-    dead_since: float | None = None
+    """Takes in one command's events, in the order of their happening."""
+    summary = Summary()
     for event in events:
-        kind, time = event["kind"], event["time"]
-        if kind == "step":
-            if event["step"] > top:
-                if dead_since is not None:
-                    lost += max(0.0, time - event["secs"] - dead_since)
-                    dead_since = None
-                top, top_time = event["step"], time
-        elif kind == "worker_exit" and event["status"] != 0 and dead_since is None:
-            dead_since = time if top_time is None else min(time, top_time)
-    return lost
+        summary.take(event)
+    return summary
 
 
 def closing_summary(
-    events: Sequence[Event], *, workdir: pathlib.Path, reason: str
+    events: Iterable[Event], *, workdir: pathlib.Path, reason: str
 ) -> str:
-    """What a person reads at the end: a few lines, `name  value`.
+    """`Summary.text` of these events."""
+    return summarize(events).text(workdir=workdir, reason=reason)
 
-    Args:
-        events: those of this command, in time order.
-        workdir: the run's folder.
-        reason: how the run ended, in a few words.
-    """
-    summary = summarize(events)
-    rows = [("run", reason)]
-    if "loss" in summary.metrics:
-        rows.append(("loss", f"{summary.metrics['loss']:.4f} at step {summary.step}"))
-    rows += [
-        (f"held-out {name}", _from_to(summary.first_evaluation.get(name), value))
-        for name, value in summary.evaluation.items()
-    ]
-    run = next((event for event in events if event["kind"] == "run"), None)
-    if summary.steps_per_sec and run is not None:
-        rate = summary.steps_per_sec
-        items = f"{rate * run['per_step']:,.0f} {run['unit']}/s"
-        waiting = f"{100 * summary.input_share:.1f} % waiting for input"
-        rows.append(("throughput", f"{rate:.2f} steps/s, {items}, {waiting}"))
-    rows.append(
-        ("restarts", f"{summary.num_restarts}, {summary.lost_secs:.1f} s lost to them")
-    )
-    newest = summary.last_checkpoint
-    where = str(workdir / "checkpoints")
-    rows.append(("checkpoints", where if newest < 0 else f"{where}, newest {newest}"))
-    rows += [("moved aside", path) for path in summary.quarantined]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+def _numbers(metrics: Any) -> dict[str, float]:
+    # Those that JSON does not have are text, see `jaxft/events.py`.
+    return {str(name): float(value) for name, value in metrics.items()}
 
 
 def _from_to(first: float | None, last: float) -> str:

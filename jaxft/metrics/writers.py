@@ -2,24 +2,29 @@
 
 World: host-only. Floor: a peer of `data` and `checkpoint`. Read
 `jaxft/metrics/report.py`, the closing summary, next.
+
+The live line is redrawn in place by the two controls that every terminal knows. It
+changes no mode of the terminal: a process that is killed has nothing to put back, and
+whoever writes next (the supervisor, another worker) only has to clear the line.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
 import sys
 import time
 from collections.abc import Callable
 from typing import TextIO
-
-import rich.console
-import rich.live
-import rich.text
 
 from jaxft.config import Progress
 
 # Without a terminal a line is printed this often: logs stay readable.
 _PLAIN_SECS = 10.0
 _LIVE_SECS = 0.25
+# To the left edge, and clear from there on.
+_CLEAR = "\r\x1b[K"
 
 
 class ProgressLine:
@@ -30,6 +35,8 @@ class ProgressLine:
         unit: what is counted a second, `tokens` or `rows`.
         restarts: restarts before this worker.
         mode: on a terminal only, always, or never.
+        stream: standard error by default.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -42,49 +49,69 @@ class ProgressLine:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        console = rich.console.Console(file=stream or sys.stderr, highlight=False)
-        self._console = console
+        self._stream = stream or sys.stderr
         self._num_steps = num_steps
         self._unit = unit
         self._restarts = restarts
         self._quiet = mode is Progress.NEVER
         self._clock = clock
-        self._drawn = -1e9
-        self._live: rich.live.Live | None = None
-        if console.is_terminal and not self._quiet:
-            self._live = rich.live.Live(
-                console=console, auto_refresh=False, transient=True
-            )
-            self._live.start()
-        self._plain = mode is Progress.ALWAYS or not console.is_terminal
+        self._drawn_at = -math.inf
+        self._is_live = can_redraw(self._stream)
 
     def update(
         self, step: int, *, loss: float, rate: float, checkpoint: int | None
     ) -> None:
         """Shows where the run is; draws only as often as a person can read."""
         now = self._clock()
-        wait = _LIVE_SECS if self._live else _PLAIN_SECS
-        if now - self._drawn < wait and step != self._num_steps:
+        wait = _LIVE_SECS if self._is_live else _PLAIN_SECS
+        if self._quiet or (now - self._drawn_at < wait and step != self._num_steps):
             return
-        self._drawn = now
+        self._drawn_at = now
         saved = "none yet" if checkpoint is None else f"step {checkpoint}"
         line = (
             f"step {step}/{self._num_steps}  loss {loss:.4f}  "
             f"{rate:,.0f} {self._unit}/s  checkpoint {saved}  "
             f"restarts {self._restarts}"
         )
-        if self._live:
-            self._live.update(rich.text.Text(line), refresh=True)
-        elif self._plain and not self._quiet:
-            self._console.print(line, soft_wrap=True, markup=False)
+        if self._is_live:
+            # One column stays free: a full row makes some terminals go to the next.
+            line = line[: _num_columns(self._stream) - 1]
+            _write(self._stream, _CLEAR + line)
+        else:
+            _write(self._stream, line + "\n")
 
     def note(self, text: str) -> None:
         """Prints a line that stays."""
         if not self._quiet:
-            self._console.print(text, soft_wrap=True, markup=False)
+            say(text, stream=self._stream)
 
     def close(self) -> None:
         """Takes the live line away."""
-        if self._live:
-            self._live.stop()
-            self._live = None
+        if self._is_live and self._drawn_at > -math.inf:
+            _write(self._stream, _CLEAR)
+
+
+def say(text: str, *, stream: TextIO) -> None:
+    """Prints a line that stays, in the place of a live line where there is one."""
+    _write(stream, f"{_CLEAR if can_redraw(stream) else ''}{text}\n")
+
+
+def can_redraw(stream: TextIO) -> bool:
+    """Whether it is a terminal that can clear a line."""
+    with contextlib.suppress(OSError, ValueError):  # It may be closed.
+        return stream.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb")
+    return False
+
+
+def _num_columns(stream: TextIO) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        if num_columns := os.get_terminal_size(stream.fileno()).columns:
+            return num_columns
+    return 80  # A terminal that does not know its size says 0.
+
+
+def _write(stream: TextIO, text: str) -> None:
+    # Nobody looks any more: no reason to end a run.
+    with contextlib.suppress(OSError, ValueError):
+        stream.write(text)
+        stream.flush()

@@ -1,9 +1,16 @@
 """The closing summary says what happened, from the events alone."""
 
+import math
 import pathlib
+import pickle
+import random
+import statistics
 from typing import Any
 
-from jaxft.metrics.report import closing_summary, lost_secs, summarize
+import pytest
+
+from jaxft.events import KINDS, EventLog
+from jaxft.metrics.report import Summary, summarize
 
 
 def event(kind: str, time: float, **fields: Any) -> dict[str, Any]:
@@ -50,8 +57,8 @@ KILLED = [
 def test_lost_time_runs_from_the_last_step_until_it_is_passed_again() -> None:
     # From 3.0 (step 3 done) to 7.0 (step 3 done again), from 7.5 to 11.5 (step 5
     # began): two deaths in a row are one loss.
-    assert lost_secs(KILLED) == (7.0 - 3.0) + (11.5 - 7.5)
-    assert lost_secs([]) == 0.0
+    assert summarize(KILLED).lost_secs == (7.0 - 3.0) + (11.5 - 7.5)
+    assert summarize([]).lost_secs == 0.0
 
 
 def test_summary_of_a_killed_run() -> None:
@@ -67,18 +74,123 @@ def test_summary_of_a_killed_run() -> None:
     assert summary.steps_per_sec == 2.0
 
 
+def text_of(events: list[dict[str, Any]], workdir: str = "/w") -> str:
+    return summarize(events).text(workdir=pathlib.Path(workdir), reason="ended")
+
+
 def test_text() -> None:
-    text = closing_summary(KILLED, workdir=pathlib.Path("/w"), reason="finished")
-    assert "8.0000 -> 3.0000" in text
-    assert "2.00 steps/s, 200 tokens/s, 20.0 % waiting for input" in text
-    assert "/w/checkpoints, newest 6" in text
+    text = text_of(KILLED)
+    rows = dict(line.split("  ", 1) for line in text.splitlines())
+    rows = {name: value.strip() for name, value in rows.items()}
+    assert rows == {
+        "run": "ended",
+        "step": "6 of 6",
+        "loss": "4.0000",
+        "held-out loss": "8.0000 -> 3.0000",
+        "throughput": "2.00 steps/s, 200 tokens/s, 20.0 % waiting for input",
+        "restarts": "3, 8.0 s lost to them",
+        "checkpoints": "/w/checkpoints, newest 6",
+    }
     assert text.isascii()
 
 
 def test_a_run_that_did_nothing_has_a_summary() -> None:
-    text = closing_summary([], workdir=pathlib.Path("/w"), reason="stopped")
-    assert text.splitlines()[0].endswith("stopped")
+    text = text_of([], workdir="/w/../v")
+    assert text.splitlines()[0].endswith("ended")
+    assert text.endswith("none yet in /v/checkpoints")
     moved = [event("quarantine", 1.0, step=3, path="/w/3.quarantined-0", reason="x")]
-    assert "/w/3.quarantined-0" in closing_summary(
-        moved, workdir=pathlib.Path("/w"), reason="stopped"
-    )
+    assert "/w/3.quarantined-0" in text_of(moved)
+
+
+def test_a_run_that_had_nothing_left_to_do_says_where_it_is() -> None:
+    resumed = [
+        event("launch", 0.0, worker_pid=1, attempt=0),
+        event("run", 1.0, num_steps=300, unit="rows", per_step=8),
+        event("restore", 2.0, step=300, secs=0.1, num_bytes=1),
+    ]
+    for events in (resumed, [*resumed, event("end", 3.0, step=300, reason="finished")]):
+        text = text_of(events)
+        assert "300 of 300" in text
+        assert text.endswith("/w/checkpoints, newest 300")
+
+
+def slow(time: float, last: int) -> dict[str, Any]:
+    return step(time, last) | {"secs": 50.0, "data_secs": 25.0}
+
+
+def test_the_pace_leaves_out_what_each_worker_does_once() -> None:
+    run = event("run", 0.0, num_steps=9, unit="rows", per_step=1)
+    first, second = [run, slow(1.0, 1), step(2.0, 2)], [run, slow(3.0, 3), step(4.0, 4)]
+    summary = summarize(first + second)
+    assert summary.steps_per_sec == 2.0
+    assert summary.input_share == 0.2
+    # Where there is nothing else, it is better than nothing.
+    assert summarize([run, slow(1.0, 1)]).steps_per_sec == 0.02
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"step": "six"},
+        {"step": None},
+        {"first_step": []},
+        {"secs": "long"},
+        {"secs": "nan"},
+        {"secs": 0.0},
+        {"secs": -1.0},
+        {"metrics": 3},
+        {"metrics": {"loss": [1]}},
+        {"step": 10**400, "first_step": 0},
+        {"step": 1e308, "first_step": -1e308},
+        {"data_secs": {}},
+    ],
+    ids=str,
+)
+def test_a_foreign_event_changes_no_more_than_itself(bad: dict[str, Any]) -> None:
+    text = text_of([*KILLED[:7], step(3.1, 3) | bad, *KILLED[7:]])
+    assert "newest 6" in text
+    assert "8.0000 -> 3.0000" in text
+    assert "2.00 steps/s" in text
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_each_kind_with_fields_of_any_type(kind: str) -> None:
+    for value in (None, "x", -1, 1.5, [], {}, True, 10**400):
+        text_of([event(kind, 1.0) | dict.fromkeys(KINDS[kind], value)])
+
+
+def test_non_finite_numbers_are_shown(tmp_path: pathlib.Path) -> None:
+    summary = Summary()
+    log = EventLog(tmp_path, role="work", tee=summary.take_line)
+    fields = {"first_step": 1, "secs": 1.0, "data_secs": 0.0, "num_skipped": 1}
+    log("step", step=1, metrics={"loss": math.nan}, **fields)
+    log("evaluation", step=1, metrics={"loss": math.inf}, secs=1.0)
+    lines = summary.text(workdir=tmp_path, reason="stopped").splitlines()
+    assert [line.split()[-1] for line in lines[2:4]] == ["nan", "inf"]
+
+
+def test_months_of_steps_take_no_space() -> None:
+    summary = Summary()
+    rng = random.Random(0)
+    rates = []
+
+    def feed(first: int, last: int) -> None:
+        for number in range(first, last):
+            one = step(number, number)
+            one["secs"] = rng.lognormvariate(0.0, 0.1)
+            rates.append(1 / one["secs"])
+            summary.take(one)
+
+    feed(1, 1000)
+    size = len(pickle.dumps(summary))
+    feed(1000, 20_000)
+    assert len(pickle.dumps(summary)) < 1.3 * size
+    assert summary.steps_per_sec == pytest.approx(statistics.median(rates), rel=0.01)
+
+
+def test_a_clock_that_is_set_back_loses_nothing() -> None:
+    back = [one | {"time": 1000.0 - 50 * n} for n, one in enumerate(KILLED)]
+    summary = summarize(back)
+    assert (summary.step, summary.last_checkpoint) == (6, 6)
+    assert summary.metrics == {"loss": 4.0}
+    assert summary.lost_secs >= 0.0

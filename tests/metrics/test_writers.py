@@ -1,13 +1,18 @@
 """The live line on a terminal, plain lines elsewhere, silence on request."""
 
+import contextlib
+import fcntl
 import io
 import os
 import pty
+import re
+import struct
+import termios
 
 import pytest
 
 from jaxft.config import Progress
-from jaxft.metrics.writers import ProgressLine
+from jaxft.metrics.writers import ProgressLine, say
 
 
 def shown(mode: Progress, *, num_updates: int = 5, secs: float = 1.0) -> str:
@@ -47,17 +52,129 @@ def test_never_means_silence() -> None:
     assert shown(Progress.NEVER) == ""
 
 
-def test_on_a_terminal_one_line_is_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+class Terminal:
+    """A pseudo terminal: what was written to it, and what it would show."""
+
+    def __init__(self, num_columns: int = 0):
+        self.reader, writer = pty.openpty()
+        attributes = termios.tcgetattr(writer)
+        attributes[1] &= ~termios.OPOST  # As written.
+        termios.tcsetattr(writer, termios.TCSANOW, attributes)
+        fcntl.ioctl(
+            writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, num_columns, 0, 0)
+        )
+        self.stream = os.fdopen(writer, "w")
+
+    def __enter__(self) -> "Terminal":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stream.close()
+        os.close(self.reader)
+
+    def written(self) -> str:
+        os.set_blocking(self.reader, False)
+        try:
+            return os.read(self.reader, 1 << 20).decode()
+        except BlockingIOError:
+            return ""
+
+    def rows(self) -> list[str]:
+        rows = [row.split("\r")[-1] for row in self.written().split("\n")]
+        return [row.removeprefix("\x1b[K") for row in rows]
+
+
+@pytest.fixture(autouse=True)
+def _a_usual_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    reader, writer = pty.openpty()
-    with os.fdopen(writer, "w") as stream:
-        line = ProgressLine(num_steps=9, unit="rows", stream=stream)
-        line.update(1, loss=2.0, rate=10.0, checkpoint=0)
+
+
+def update(line: ProgressLine, step: int) -> None:
+    line.update(step, loss=2.0, rate=10.0, checkpoint=0)
+
+
+def test_on_a_terminal_one_line_is_redrawn() -> None:
+    now = 0.0
+    with Terminal() as terminal:
+        line = ProgressLine(
+            num_steps=99, unit="rows", stream=terminal.stream, clock=lambda: now
+        )
+        assert terminal.written() == "", "nothing is drawn before the first update"
+        for step in range(1, 4):
+            now += 1.0
+            update(line, step)
+        assert terminal.rows() == [
+            "step 3/99  loss 2.0000  10 rows/s  checkpoint step 0  restarts 0"
+        ]
+        line.note("a note")
+        assert terminal.rows() == ["a note", ""]
+        now += 1.0
+        update(line, 4)
         line.close()
-        stream.flush()
-        text = os.read(reader, 65536).decode()
+        assert terminal.rows() == [""]
+
+
+def test_the_state_of_the_terminal_is_never_changed() -> None:
+    """A killed process puts nothing back: only clearing a line is allowed."""
+    with Terminal() as terminal:
+        line = ProgressLine(num_steps=9, unit="rows", stream=terminal.stream)
+        update(line, 1)
+        line.note("a note")
+        update(line, 9)
+        line.close()
+        controls = re.findall(r"\x1b.[^A-Za-z]*[A-Za-z]?", terminal.written())
+        assert set(controls) == {"\x1b[K"}
+
+
+@pytest.mark.parametrize("num_columns", [1, 20, 40, 200])
+def test_a_narrow_terminal_shows_one_row(num_columns: int) -> None:
+    with Terminal(num_columns) as terminal:
+        line = ProgressLine(num_steps=9, unit="rows", stream=terminal.stream)
+        update(line, 1)
+        (row,) = terminal.rows()
+        assert row == row[: num_columns - 1]
+        assert num_columns < 20 or row.startswith("step 1/9")
+
+
+@pytest.mark.parametrize("term", ["dumb", "", None])
+def test_a_dumb_terminal_gets_plain_lines(
+    term: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if term is None:
+        monkeypatch.delenv("TERM")
+    else:
+        monkeypatch.setenv("TERM", term)
+    with Terminal() as terminal:
+        line = ProgressLine(num_steps=9, unit="rows", stream=terminal.stream)
+        update(line, 1)
+        say("a word", stream=terminal.stream)
+        line.close()
+        text = terminal.written()
+        assert "\x1b" not in text
+        assert "\r" not in text
+        assert len(text.splitlines()) == 2
+
+
+def test_never_means_silence_on_a_terminal_too() -> None:
+    with Terminal() as terminal:
+        line = ProgressLine(
+            num_steps=9, unit="rows", stream=terminal.stream, mode=Progress.NEVER
+        )
+        update(line, 9)
+        line.note("a note")
+        line.close()
+        assert terminal.written() == ""
+
+
+def test_a_stream_that_nobody_reads_ends_no_run() -> None:
+    reader, writer = os.pipe()
     os.close(reader)
-    assert "step 1/9  loss 2.0000" in text
-    assert "checkpoint step 0" in text
-    assert "\x1b[" in text
+    stream = os.fdopen(writer, "w", buffering=1)
+    line = ProgressLine(num_steps=9, unit="rows", stream=stream)
+    update(line, 1)
+    line.note("a note")
+    line.close()
+    with contextlib.suppress(BrokenPipeError):
+        stream.close()
+    line.note("and closed")
+    say("closed", stream=stream)
