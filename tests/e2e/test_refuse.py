@@ -16,9 +16,9 @@ def snapshot(folder: pathlib.Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def refused(run: Any, expected: str) -> None:
+def refused(run: Any, expected: str, *words: str) -> None:
     before = snapshot(run.workdir) if run.workdir.exists() else None
-    status, out, err = run.run()
+    status, out, err = run.run(*words)
     assert status == 78, (out, err)
     lines = err.strip().splitlines()
     assert len(lines) == 1, err
@@ -43,6 +43,12 @@ def refused(run: Any, expected: str) -> None:
         ({"preemption.signals": "SIGNONE"}, "config.preemption.signals"),
         ({"train.rng_impl": "dice"}, "config.train.rng_impl"),
         ({"data.global_batch": 0}, "config.data.global_batch"),
+        ({"data.seq_len": 10**12}, "config.data.seq_len: must be positive and below"),
+        ({"data.seq_len": 10**9}, "config.data"),
+        ({"optimizer.learning_rate": "nan"}, "config.optimizer.learning_rate"),
+        ({"optimizer.b2": 1}, "config.optimizer.b2: must be at least 0 and below 1"),
+        ({"train.ema_decay": 1}, "config.train.ema_decay"),
+        ({"preemption.grace_secs": "inf"}, "config.preemption.grace_secs"),
         ({"resume.mode": "required"}, "config.resume.mode: required"),
     ],
 )
@@ -50,6 +56,60 @@ def test_wrong_settings(command: Any, settings: dict[str, Any], expected: str) -
     run = command("refused")
     run.settings |= settings
     refused(run, expected)
+
+
+@pytest.mark.parametrize("role", ["supervise", "work"])
+def test_wrong_words(command: Any, role: str) -> None:
+    for word, expected in [
+        ("--config=other.py", "--config is given twice"),
+        ("--config.model.widht=3", "config.model.widht: there is no 'widht' here"),
+        ("--workdir=/", "--workdir=/: already defined"),
+        ("stray", "unexpected arguments: stray"),
+    ]:
+        refused(command("refused"), expected, f"--role={role}", word)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("import sys; sys.exit(0)", "own.py:4: SystemExit: 0"),
+        ("c.model.width = 'wide'", "config.model.width: must be a whole number"),
+        ("c.data = None", "config.data: must be a DataConfig"),
+        ("c.train.num_steps = 30.5", "config.train.num_steps: must be a whole number"),
+        ("c.model.options.f = print", "config.model.options.f: options hold JSON"),
+    ],
+)
+def test_wrong_config_files(
+    command: Any, tmp_path: pathlib.Path, body: str, expected: str
+) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from jaxft.config import Config\n"
+        "def get_config():\n"
+        "  c = Config()\n"
+        f"  {body}\n"
+        "  return c\n"
+    )
+    run = command("refused")
+    words = [*run.argv()[:3], f"--config={file}", f"--workdir={run.workdir}"]
+    run.argv = lambda: words
+    refused(run, expected)
+
+
+def test_what_a_refused_resume_offers_works(command: Any) -> None:
+    run = command("run", train__num_steps=10, optimizer__decay_steps=0)
+    assert run.run()[0] == 0
+    run.settings["train.num_steps"] = 20
+    refused(run, "keep the old schedule with --config.optimizer.decay_steps=10")
+    run.settings["resume.allow"] = "optimizer.decay"
+    refused(run, "config.resume.allow: 'optimizer.decay' names nothing")
+    run.settings["resume.allow"] = "optimizer.decay_steps"
+    code, _, err = run.run()
+    assert code == 0, err
+    del run.settings["resume.allow"]
+    run.settings |= {"train.num_steps": 30, "optimizer.decay_steps": 20}
+    code, _, err = run.run()
+    assert code == 0, err
 
 
 def test_resuming_with_other_settings(command: Any) -> None:
