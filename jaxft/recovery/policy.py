@@ -151,11 +151,9 @@ class RestartPolicy:
         if last.kind in NEVER_RESTARTED:
             return _stop(last, budget_left=budget)
         if _happened_before(history):
-            verdict = f"the same error again at step {last.last_step}"
-            return _stop(last, verdict=verdict, budget_left=budget)
+            return _stop(last, verdict="the same error again", budget_left=budget)
         if _no_save_works(history):
-            verdict = "no step was committed since the last failed save"
-            return _stop(last, verdict=verdict, budget_left=budget)
+            return _stop(last, verdict="saving failed again", budget_left=budget)
         before = min(self.max_restarts, budget + self._refills(gains))
         if before <= 0:
             return _give_up(history, gains)
@@ -200,10 +198,13 @@ class RestartPolicy:
 
 def _stop(last: WorkerExit, *, verdict: str = "", budget_left: int) -> Action:
     kind = last.kind or FaultKind.KILLED
+    reason = last.summary
+    if verdict:
+        reason = f"{verdict} at step {last.last_step}: {reason}"
     return Action(
         kind=ActionKind.STOP,
         cause=str(kind),
-        reason=f"{verdict}: {last.summary}" if verdict else last.summary,
+        reason=reason,
         verdict=verdict,
         exit_code=EXIT_CODES[kind],
         budget_left=budget_left,

@@ -30,6 +30,9 @@ def test_worker_killed_at_random_moments(command: Any, same: Any, full: bool) ->
     assert len(exits) == len(kinds)
     assert in_save >= (5 if full else 1)
     assert f"restarts     {len(kinds)}" in out
+    told = [line for line in err.splitlines() if line.startswith("jaxft: worker died")]
+    assert len(told) == len(kinds)
+    assert all("killed by SIGKILL" in line for line in told)
     same(run, reference, NUM_STEPS)
 
 
@@ -74,3 +77,64 @@ def test_supervisor_killed_and_started_again_at_once(command: Any, same: Any) ->
     code, _, err = run.run()
     assert code == 0, err
     same(run, reference, 200)
+
+
+BROKEN = """
+import numpy as np
+from jaxft.data.sources import Sources
+
+class Rows:
+    fingerprint = "broken"
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        if index == 41:
+            raise ValueError('row 41')
+        row = np.full(33, index, np.int32)
+        return {"inputs": row[:-1], "targets": row[1:]}
+
+def make_data(config):
+    return Sources(Rows())
+"""
+
+
+def test_code_that_raises_is_told_once(
+    command: Any, tmp_path: Any, monkeypatch: Any
+) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    monkeypatch.chdir(tmp_path)
+    settings = {"data__factory": "broken:make_data", "data__shuffle": "false"}
+    run = command("run", **settings)
+    code, out, err = run.run()
+    assert code == 70, (out, err)
+    headline = "ValueError: row 41"
+    # Once when it was restarted, once with its traceback at the end.
+    assert err.count(headline) == 2, err
+    assert err.count("Traceback") == 1
+    assert err.rstrip().endswith(headline)
+    assert "For simplicity" not in err
+    assert "crashed at step 5: the same error again (exit 70)" in out
+    assert headline not in out
+
+
+def test_a_save_that_fails_for_a_moment_ends_no_run(command: Any, same: Any) -> None:
+    reference = command("reference", train__num_steps=300)
+    assert reference.run()[0] == 0
+    run = command("run", train__num_steps=300, checkpoint__save="steps(50)")
+    run.start()
+    run.wait_for(lambda: run.events("save_commit"))
+    root = run.workdir / "checkpoints"
+    # Nothing can be written under a file; the steps that there are stay readable.
+    aside = root.with_name("aside")
+    root.rename(aside)
+    root.write_text("")
+    run.wait_for(lambda: run.events("fault"), timeout_secs=30)
+    root.unlink()
+    aside.rename(root)
+    code, out, err = run.finish()
+    assert code == 0, (out, err)
+    (fault,) = run.events("fault")
+    assert fault["fault"] == "save_failed"
+    same(run, reference, 300)

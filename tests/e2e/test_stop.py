@@ -1,13 +1,22 @@
 """A request to stop in any phase: a committed step or a clean leave, then the same."""
 
+import fcntl
+import json
 import os
+import pathlib
 import signal
+import socket
+import subprocess
+import sys
 import time
 from typing import Any
 
 import pytest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+
+REPO = pathlib.Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
@@ -48,6 +57,105 @@ def test_stop_before_the_first_step_leaves_at_once(command: Any, full: bool) -> 
         assert code == 75, (delay_secs, out, err)
         assert time.monotonic() - started < 10
         assert "Traceback" not in out + err
+        assert "stopped by SIGTERM" in out + err
+
+
+@pytest.mark.parametrize("role", ["supervise", "work"])
+def test_ctrl_c_during_the_start_is_a_stop_in_words(
+    command: Any, full: bool, role: str
+) -> None:
+    delays = [0.0, 0.05, 0.2, 0.5, 1.0, 2.0, 3.0] if full else [0.0, 0.5, 2.0]
+    for index, delay_secs in enumerate(delays):
+        run = command(f"early{index}")
+        process = run.start(f"--role={role}")
+        run.wait_for((run.workdir / "lock").exists)
+        time.sleep(delay_secs)
+        started = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        code, out, err = run.finish()
+        assert code == 75, (delay_secs, out, err)
+        assert time.monotonic() - started < 5
+        assert "Traceback" not in out + err
+        assert "stopped by SIGINT" in out + err, (delay_secs, out, err)
+        if run.workdir.exists() and any(run.workdir.glob("events/*")):
+            assert "the same command goes on from here (exit 75)" in out
+        else:
+            assert not run.workdir.exists(), delay_secs
+
+
+@pytest.mark.parametrize("role", ["supervise", "work"])
+@pytest.mark.parametrize("phase", ["imports", "config"])
+def test_ctrl_c_before_the_start(
+    tmp_path: pathlib.Path, monkeypatch: Any, role: str, phase: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    wait = "import time\nprint('ready', flush=True)\ntime.sleep(30)\n"
+    # With -m the current folder comes first: jaxft/command.py imports this one.
+    (tmp_path / "difflib.py").write_text(wait if phase == "imports" else "")
+    (tmp_path / "run.py").write_text(wait)
+    words = ["--config=run.py", "--workdir=run", f"--role={role}"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "jaxft.main", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(REPO)},
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=10)
+    assert process.returncode == 75
+    assert err.startswith("jaxft: stopped by SIGINT")
+    assert err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_ctrl_c_while_it_waits_for_the_lock(command: Any) -> None:
+    run = command("waiting")
+    run.workdir.mkdir()
+    with (run.workdir / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        # A dead owner: it waits for what that left running.
+        owner = {"pid": 2**22 + 1, "host": socket.gethostname(), "since": "then"}
+        lock.write(json.dumps(owner))
+        lock.flush()
+        process = run.start()
+        time.sleep(1.5)
+        assert process.poll() is None
+        started = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        code, out, err = run.finish()
+    assert (code, out, err) == (75, "", "jaxft: stopped by SIGINT\n")
+    assert time.monotonic() - started < 2
+    assert [path.name for path in run.workdir.iterdir()] == ["lock"]
+
+
+def test_the_summary_changes_no_exit_code(command: Any) -> None:
+    """Not by foreign lines in the history, nor by a reader that is gone."""
+    run = command("run", train__num_steps=10)
+    (run.workdir / "events").mkdir(parents=True)
+    (run.workdir / "events" / "a.jsonl").write_text(
+        '{"kind":"step","time":9e12}\n{"kind":"step","time":"x"}\n[]\n{"kind":'
+    )
+    code, out, err = run.run()
+    assert code == 0, err
+    assert "10 of 10" in out
+    with run.start() as process:
+        process.stdout.close()
+        assert "Traceback" not in process.stderr.read()
+    assert process.returncode == 0
+
+
+def test_a_history_that_cannot_be_written_is_said(command: Any) -> None:
+    run = command("run", train__num_steps=10)
+    run.workdir.mkdir()
+    (run.workdir / "events").write_text("not a folder")
+    code, out, err = run.run()
+    assert code == 0, err
+    # By the supervisor and by its worker: each has a file of its own.
+    assert err.count("history incomplete: ") == 2
+    assert "10 of 10" in out
 
 
 def test_stop_while_compiling_does_not_wait_for_the_compiler(command: Any) -> None:

@@ -6,6 +6,7 @@ import io
 import os
 import pty
 import re
+import select
 import struct
 import termios
 
@@ -73,11 +74,11 @@ class Terminal:
         os.close(self.reader)
 
     def written(self) -> str:
-        os.set_blocking(self.reader, False)
-        try:
-            return os.read(self.reader, 1 << 20).decode()
-        except BlockingIOError:
-            return ""
+        data = b""
+        # The kernel hands it on in its own time.
+        while select.select([self.reader], [], [], 0.05)[0]:
+            data += os.read(self.reader, 1 << 16)
+        return data.decode()
 
     def rows(self) -> list[str]:
         rows = [row.split("\r")[-1] for row in self.written().split("\n")]

@@ -232,7 +232,7 @@ def test_a_failed_save_is_tried_again(make_run):
     outcome = always.run()
     assert outcome.exit_code == ExitCode.SAVE_FAILED
     assert outcome.num_restarts == 1
-    assert outcome.verdict == "no step was committed since the last failed save"
+    assert outcome.verdict == "saving failed again"
 
 
 def test_each_restart_is_told_in_a_line(make_run):
