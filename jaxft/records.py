@@ -12,31 +12,17 @@ from typing import Any, Protocol
 
 
 class ExitCode(enum.IntEnum):
-    """Final exit codes of the command; schedulers requeue on `REQUEUE`."""
+    """Final exit codes of the command; after `STOPPED` the same command goes on."""
 
     FINISHED = 0
     NONFINITE = 65
     NO_CHECKPOINT = 66
-    PEER_LOST = 69
     CRASHED = 70
-    HUNG = 71
     WORKDIR_IN_USE = 73
     SAVE_FAILED = 74
     STOPPED = 75
-    SILENT_CORRUPTION = 76
     OUT_OF_MEMORY = 77
     CONFIG = 78
-
-
-REQUEUE = frozenset(
-    {
-        ExitCode.STOPPED,
-        ExitCode.PEER_LOST,
-        ExitCode.HUNG,
-        ExitCode.SAVE_FAILED,
-        ExitCode.SILENT_CORRUPTION,
-    }
-)
 
 
 class FaultKind(enum.StrEnum):
