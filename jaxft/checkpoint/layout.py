@@ -340,20 +340,35 @@ def discover(root: str | os.PathLike[str]) -> Discovery:
     """Looks at the names in `root`, and at nothing inside the arrays.
 
     Raises:
-        OSError: `root` is there but cannot be read. An absent root is an empty one.
+        FaultError: kind CONFIG: `root` is there but is no folder that may be read. An
+            absent root is an empty one.
+        OSError: `root` cannot be read for another reason.
     """
     found = Discovery()
     for _ in range(_MAX_LOOKS):
         try:
             names = sorted(os.listdir(root))
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if os.path.islink(root):  # to a place that is not mounted, say
+                raise unreadable(root, str(error.strerror)) from error
             return Discovery()
+        except (PermissionError, NotADirectoryError) as error:
+            raise unreadable(root, str(error.strerror)) from error
         found, is_steady = _sort(os.path.abspath(root), names)
         # One listing can miss a step that is renamed while it goes on, and see the
         # one before it only after its deletion has begun.
         if is_steady and names == sorted(os.listdir(root)):
             break
     return found
+
+
+def unreadable(path: str | os.PathLike[str], reason: str) -> records.FaultError:
+    """A refusal that leaves the store alone: a person can put it right."""
+    hint = "make it readable or use another folder; nothing was changed"
+    text = f"checkpoints cannot be read: {os.fspath(path)}: {reason}; {hint}"
+    return records.FaultError(
+        records.Fault(kind=records.FaultKind.CONFIG, evidence=text)
+    )
 
 
 def _sort(root: str, names: Sequence[str]) -> tuple[Discovery, bool]:

@@ -23,7 +23,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
@@ -33,7 +32,7 @@ import numpy as np
 from absl import logging
 
 from jaxft import config, records
-from jaxft.checkpoint import layout, leaves, orbax_io, policies
+from jaxft.checkpoint import at_exit, layout, leaves, orbax_io, policies
 from jaxft.checkpoint.restore import Restored, restore_newest
 
 PyTree = Any
@@ -49,14 +48,16 @@ class CheckpointManager:
         keep: what stays, e.g. `last(3) | every(1000)`; the newest always does.
         timeout_secs: deadline of one save, and of waiting for one.
         emit: told of starts, commits, skips, failures, deletions.
-        clock: seconds since the epoch.
+        clock: seconds since the epoch, for the run record.
+        timer: seconds that never go back, for the save policy.
 
     Attributes:
         root: the absolute root.
         num_skipped: periodic saves that came due while one was in flight.
 
     Raises:
-        ConfigError: a policy, the root or the deadline cannot be used.
+        ConfigError: a policy, the root or the deadline cannot be used; `secs` with
+            several processes, whose clocks would not agree, is such a policy.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class CheckpointManager:
         timeout_secs: float = 600.0,
         emit: records.Emit = records.ignore_event,
         clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.monotonic,
     ):
         try:
             self.root = layout.absolute_root(root)
@@ -79,12 +81,19 @@ class CheckpointManager:
             )
         self.num_skipped = 0
         self._save_policy = policies.parse_save(save)
+        if policies.reads_clock(self._save_policy) and jax.process_count() > 1:
+            raise config.ConfigError(
+                "checkpoint.save",
+                f"{save!r} goes by a clock, on which {jax.process_count()} processes "
+                "do not agree: use steps(n)",
+            )
         self._keep_policy = policies.parse_keep(keep)
         self._timeout_secs = timeout_secs
         self._emit = emit
         self._clock = clock
+        self._timer = timer
         self._last_step = -1
-        self._last_secs = clock()
+        self._last_secs = timer()
         self._answered_step = -1
         # What the threads share.
         self._lock = threading.Lock()
@@ -94,7 +103,7 @@ class CheckpointManager:
         self._failure: records.Fault | None = None
         self._failure_is_news = False
         self._last_committed: int | None = None
-        _OPEN.add(self)
+        at_exit.finish_at_exit(self)
 
     # --- saving ---------------------------------------------------------------
 
@@ -104,7 +113,7 @@ class CheckpointManager:
             return False
         question = records.SaveQuestion(
             step=step,
-            now_secs=self._clock(),
+            now_secs=self._timer(),
             last_step=self._last_step,
             last_secs=self._last_secs,
         )
@@ -159,7 +168,7 @@ class CheckpointManager:
             if not force:
                 if flying != step:
                     self.num_skipped += 1
-                    self._last_secs = self._clock()  # not again at every border
+                    self._last_secs = self._timer()  # not again at every border
                     reason = f"step {flying} is still being saved"
                     self._emit("save_skipped", step=step, reason=reason)
                 return False
@@ -169,7 +178,7 @@ class CheckpointManager:
         try:
             if not self._is_new(step):
                 return False
-        except OSError as error:
+        except (OSError, records.FaultError) as error:
             raise self._refuse(step, error) from error
         stored, types = leaves.encode(state)
         now = self._clock()
@@ -177,7 +186,7 @@ class CheckpointManager:
             step, time_secs=now, state=types, data=data, run=run, metrics=metrics
         )
         self._begin(step, stored, record=record)
-        self._last_step, self._last_secs = step, now
+        self._last_step, self._last_secs = step, self._timer()
         return True
 
     def _check_label(self, step: int, state: PyTree) -> None:
@@ -280,12 +289,20 @@ class CheckpointManager:
 
     def _fault(self, step: int, error: BaseException) -> records.Fault:
         path = layout.step_path(self.root, step)
-        reason = f"{orbax_io.cause(error)}: {orbax_io.first_line(error)}"
+        known = self._last_committed  # without the lock: it may be held
+        resume = "nothing is saved yet"
+        if known is not None:
+            resume = f"the same command goes on from step {known}"
+        text = (
+            f"save of step {step} to {path} failed: {orbax_io.cause(error)}; "
+            f"{orbax_io.remedy(error, root=self.root)}; {resume} "
+            f"({orbax_io.first_line(error)})"
+        )
         return records.Fault(
             kind=records.FaultKind.SAVE_FAILED,
             step=step,
             process=jax.process_index(),
-            evidence=f"save of step {step} to {path} failed: {reason}",
+            evidence=text,
         )
 
     def _owns_leftovers(self, flight: _Flight) -> bool:
@@ -300,7 +317,7 @@ class CheckpointManager:
         """Gives back the space of a failed save."""
         try:
             orbax_io.remove_unfinished(path)
-        except OSError as error:
+        except (OSError, records.FaultError) as error:
             self._emit("delete_failed", path=path, reason=str(error))
 
     def _retain(self, committed: int) -> None:
@@ -308,7 +325,7 @@ class CheckpointManager:
         with self._retention_lock:
             try:
                 found = layout.discover(self.root)
-            except OSError as error:
+            except (OSError, records.FaultError) as error:
                 self._emit("delete_failed", path=self.root, reason=str(error))
                 return
             for info in policies.plan_deletions(
@@ -345,7 +362,11 @@ class CheckpointManager:
         self._wait_for_flight(self._timeout_secs)
         restored = restore_newest(self.root, target, step=step, emit=self._emit)
         if restored is not None:
-            self._last_step, self._last_secs = restored.step, self._clock()
+            self._last_step, self._last_secs = restored.step, self._timer()
+            with self._lock:
+                # An older one that was asked for by name leaves newer ones there.
+                newer = -1 if step is None else self._last_committed or -1
+                self._last_committed = max(restored.step, newer)
         return restored
 
     def steps(self) -> list[int]:
@@ -358,7 +379,7 @@ class CheckpointManager:
 
     @property
     def last_committed(self) -> int | None:
-        """The newest step that this manager has committed."""
+        """The newest committed step that this manager knows; None before any."""
         with self._lock:
             return self._last_committed
 
@@ -420,15 +441,25 @@ class CheckpointManager:
             FaultError: kind SAVE_FAILED: a save failed that no later one made good,
                 or is not over in time.
         """
-        timeout_secs = self._timeout_secs if timeout_secs is None else timeout_secs
+        self._join(self._timeout_secs if timeout_secs is None else timeout_secs)
+        if (error := self.error()) is not None:
+            raise error
+
+    def _join(self, timeout_secs: float) -> None:
         deadline = time.monotonic() + timeout_secs
         self._wait_for_flight(timeout_secs)
         with self._lock:
             threads = list(self._threads)
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        if (error := self.error()) is not None:
-            raise error
+
+    def finish(self) -> None:
+        """Waits like `wait`, but logs a failure that nobody has been told."""
+        try:
+            self._join(self._timeout_secs)
+            self._raise_news()
+        except records.FaultError as error:
+            logging.error("%s", error)
 
     def close(self) -> None:
         """Waits and raises like `wait`; call it at the end of the run."""
@@ -464,21 +495,3 @@ class _Flight:
         self.step = step
         self.write = write
         self.over = threading.Event()
-
-
-_OPEN: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()
-
-
-def _finish_saves() -> None:
-    """Lets saves in flight end when a program leaves without `close`."""
-    for manager in list(_OPEN):
-        try:
-            manager.wait()
-        except records.FaultError as error:
-            logging.error("%s", error)
-
-
-# Private: `atexit` is too late. The interpreter closes all thread pools first, and
-# without them Orbax cannot finish; only hooks registered here run before that. (Python
-# 3.12 starts no thread any more at this point: there, what is in flight can be lost.)
-threading._register_atexit(_finish_saves)  # pyrefly: ignore[missing-attribute]

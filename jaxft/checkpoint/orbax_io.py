@@ -13,27 +13,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import inspect
-import logging
 import os
 import pathlib
 import shutil
 import stat
-import sys
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from etils import epath
 
 from jaxft import records
-from jaxft.checkpoint import layout, leaves
+from jaxft.checkpoint import layout, leaves, quiet
 
 PyTree = Any
+# Orbax's own path type, which is `pathlib`'s as far as local folders are concerned.
+Path = Any
 
 _SEALED = f"{layout.TMP_MARK}-sealed"
 # At most so much is held at once while a step is read only to see whether it can be.
@@ -47,19 +45,17 @@ class _DurablePath(ocp.path.atomicity.AtomicRenameTemporaryPath):
     becomes durable and read-only, and the rename to the step's name is the commit.
     """
 
-    def __init__(
-        self, temporary_path: epath.Path | None, final_path: epath.Path, **options: Any
-    ):
+    def __init__(self, temporary_path: Path | None, final_path: Path, **options: Any):
         self._step_path = final_path
         super().__init__(
             temporary_path, final_path.parent / f"{final_path.name}{_SEALED}", **options
         )
 
-    def get_final(self) -> epath.Path:
+    def get_final(self) -> Path:
         """The step's folder."""
         return self._step_path
 
-    async def create(self) -> epath.Path:
+    async def create(self) -> Path:
         """Makes the temporary folder; leftovers of the same step go first."""
         await asyncio.to_thread(remove_unfinished, os.fspath(self._step_path))
         return await super().create()
@@ -70,7 +66,7 @@ class _DurablePath(ocp.path.atomicity.AtomicRenameTemporaryPath):
         await asyncio.to_thread(_commit, self._final_path, self._step_path)
 
 
-def _commit(sealed: epath.Path, step_path: epath.Path) -> None:
+def _commit(sealed: Path, step_path: Path) -> None:
     """Everything durable and read-only, then the name, then the name durable."""
     for folder, _, files in os.walk(sealed, topdown=False):
         for file in files:
@@ -117,23 +113,30 @@ class Write:
 
     def __init__(self, path: str, checkpointer: ocp.AsyncCheckpointer):
         self.path = path
-        self._checkpointer = checkpointer
         self._error: BaseException | None = None
         self._over = threading.Event()
         self._start = time.monotonic()
         # A daemon: storage that never answers must not keep the process alive.
-        threading.Thread(target=self._watch, name="jaxft-save", daemon=True).start()
+        threading.Thread(
+            target=self._watch, args=(checkpointer,), name="jaxft-save", daemon=True
+        ).start()
 
-    def _watch(self) -> None:
+    def _watch(self, checkpointer: ocp.AsyncCheckpointer) -> None:
         try:
-            self._checkpointer.wait_until_finished()
+            checkpointer.wait_until_finished()
             if not os.path.isdir(self.path):
                 raise FileNotFoundError(errno.ENOENT, "it did not commit", self.path)
         except BaseException as error:
             self._error = error
         # The save is over, well or not; what closing says about it comes too late.
         with contextlib.suppress(Exception):
-            self._checkpointer.close()
+            checkpointer.close()
+        del checkpointer
+        if self._error is not None:
+            for link in _chain(self._error):
+                link.__traceback__ = None  # it holds what has to be collected
+            quiet.drain()
+        quiet.end()
         self._over.set()
 
     @property
@@ -184,11 +187,14 @@ def write_async(
     items = ocp.args.Composite(
         state=ocp.args.PyTreeSave(stored), run=ocp.args.JsonSave(dict(record))
     )
+    quiet.begin()
     try:
         checkpointer.save(path, args=items)
     except BaseException:
         with contextlib.suppress(Exception):
             checkpointer.close()
+        quiet.drain()
+        quiet.end()
         raise
     return Write(path, checkpointer)
 
@@ -228,8 +234,9 @@ def _restore(
     """Leaf path -> value as stored, for the requested leaves that have elements."""
     items = _map_types(record["state"], requests, _item)
     args = _map_types(record["state"], requests, _restore_args)
+    orbax_path: Path = pathlib.Path(path, layout.STATE_ITEM)
     restored = _state_handler().restore(
-        epath.Path(path) / layout.STATE_ITEM,
+        orbax_path,
         args=ocp.args.PyTreeRestore(item=items, restore_args=args),
     )
     return dict(_walk_values(restored))
@@ -339,32 +346,6 @@ def _read_part(
         leaves.decode(values.pop(name, None), request)
 
 
-@contextlib.contextmanager
-def quiet_leftovers() -> Generator[None, None, None]:
-    """Keeps what a failed read leaves behind from printing tracebacks of its own.
-
-    Orbax does not await the other reads of a failed one; when they are collected,
-    each tells about it on standard error. Collect them inside; a slow one may
-    still come later.
-    """
-
-    def tell(leftover: Any) -> None:
-        is_read = inspect.iscoroutine(leftover.object)
-        if not is_read and "loop is closed" not in str(leftover.exc_value):
-            before(leftover)
-
-    def is_news(record: logging.LogRecord) -> bool:
-        return "never retrieved" not in record.getMessage()
-
-    before, sys.unraisablehook = sys.unraisablehook, tell
-    logging.getLogger("asyncio").addFilter(is_news)
-    try:
-        yield
-    finally:
-        sys.unraisablehook = before
-        logging.getLogger("asyncio").removeFilter(is_news)
-
-
 def is_process_failure(error: BaseException) -> bool:
     """Whether this process, not the store, lacks something: memory, files, rights."""
     own = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EINTR)
@@ -381,16 +362,19 @@ _CAUSES = {
     errno.EROFS: "read-only file system",
     errno.EIO: "I/O error",
 }
+_REMEDIES = {
+    "disk full": "free space under {root}",
+    "quota exceeded": "free space under {root} or raise the quota",
+    "no permission": "make {root} writable",
+    "read-only file system": "mount {root} writable",
+    "I/O error": "check the disk of {root}",
+    "time-out": "the storage of {root} is slow, raise checkpoint.timeout_secs",
+}
 
 
 def cause(error: BaseException) -> str:
     """The kind of a failure, in two words; also out of the text of C++ errors."""
-    chain: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None and link not in chain:
-        chain.append(link)
-        link = link.__cause__ or link.__context__
-    for link in chain:
+    for link in _chain(error):
         if isinstance(link, TimeoutError):
             return "time-out"
         if isinstance(link, OSError) and link.errno in _CAUSES:
@@ -399,6 +383,21 @@ def cause(error: BaseException) -> str:
             if os.strerror(number) in str(link):
                 return name
     return type(error).__name__
+
+
+def remedy(error: BaseException, *, root: str) -> str:
+    """What to do about a failed save, in a few words."""
+    return _REMEDIES.get(cause(error), "check {root}").format(root=root)
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """The error and those that it came from."""
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    return chain
 
 
 def first_line(error: BaseException) -> str:

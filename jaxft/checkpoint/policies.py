@@ -157,6 +157,13 @@ def _parse(
     return parts
 
 
+def reads_clock(policy: records.SavePolicy) -> bool:
+    """Whether the answers of a policy depend on time: processes may differ."""
+    if isinstance(policy, AnySave):
+        return any(reads_clock(part) for part in policy.policies)
+    return isinstance(policy, Secs)
+
+
 def plan_deletions(
     checkpoints: Sequence[records.CheckpointInfo], *, keep: records.KeepPolicy
 ) -> list[records.CheckpointInfo]:

@@ -13,13 +13,12 @@ of this process are errors that leave the store as it is.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import os
 import time
 from typing import Any
 
 from jaxft import records
-from jaxft.checkpoint import layout, orbax_io
+from jaxft.checkpoint import layout, orbax_io, quiet
 
 PyTree = Any
 
@@ -68,7 +67,8 @@ def restore_newest(
 
     Raises:
         FaultError: kind NO_CHECKPOINT: no readable step is left, or `step` is not
-            there or damaged. Kind CONFIG: a newer jaxft wrote the step.
+            there or damaged. Kind CONFIG: a newer jaxft wrote the step, or the root
+            or the step may not be read.
         TargetMismatchError: the target does not fit the stored state.
         OSError: the root cannot be read.
     """
@@ -129,10 +129,10 @@ def _try_restore(
     path: str, target: PyTree, *, step: int, emit: records.Emit
 ) -> Restored | str:
     """The step, or why its folder is damaged."""
-    with orbax_io.quiet_leftovers():
+    with quiet.quiet_orbax():
         outcome = _read(path, target, step=step, emit=emit)
         if isinstance(outcome, str):
-            gc.collect()
+            quiet.drain()
     return outcome
 
 
@@ -151,6 +151,8 @@ def _read(
         if isinstance(error, layout.RecordError):
             return str(error)
         # Damaged, or is it the target, the devices or this process? Ask the files.
+        if orbax_io.cause(error) == "no permission":
+            raise layout.unreadable(path, orbax_io.first_line(error)) from error
         if orbax_io.is_process_failure(error):
             raise
         if reason := orbax_io.probe(path):

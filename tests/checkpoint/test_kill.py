@@ -98,7 +98,7 @@ def test_killed_at_the_kth_call(tmp_path, calls, full):
     shutil.copytree(base, tmp_path / "count")
     most = _most_calls(tmp_path / "count", tmp_path / "log", calls)
     assert most >= 3
-    num_samples = most if full else 4
+    num_samples = most if full else max(4, -(-most // 2))
     killed = {}
     for k in sorted(
         {1 + i * (most - 1) // (num_samples - 1) for i in range(num_samples)}
@@ -115,4 +115,4 @@ def test_killed_at_the_kth_call(tmp_path, calls, full):
         assert sorted(os.listdir(root)) == [str(at), str(at + 1)]
         shutil.rmtree(root)
     # Which thread makes a call varies: the last k may be one too many.
-    assert sum(killed.values()) >= 2
+    assert sum(killed.values()) >= len(killed) - 1

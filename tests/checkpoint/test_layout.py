@@ -141,8 +141,16 @@ def test_discovery_tells_apart_what_is_there(tmp_path):
 def test_absent_and_unreadable_are_two_answers(tmp_path):
     assert layout.discover(tmp_path / "absent") == layout.Discovery()
     (tmp_path / "file").write_text("")
-    with pytest.raises(NotADirectoryError):
-        layout.discover(tmp_path / "file")
+    os.symlink(tmp_path / "not mounted", tmp_path / "link")
+    os.symlink(tmp_path / "loop", tmp_path / "loop")
+    for name in ("file", "file/checkpoints", "link"):
+        with pytest.raises(records.FaultError) as error:
+            layout.discover(tmp_path / name)
+        assert error.value.fault.kind is records.FaultKind.CONFIG
+        assert f"{tmp_path / name}: " in str(error.value)
+        assert "\n" not in str(error.value)
+    with pytest.raises(OSError, match="symbolic links"):
+        layout.discover(tmp_path / "loop")
 
 
 def test_quarantine_takes_the_first_free_number(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import stat
 import subprocess
 import sys
@@ -97,7 +98,7 @@ def test_a_committed_step_is_read_only_and_complete(tmp_path):
 def test_orbax_still_has_what_the_durable_commit_stands_on():
     base = ocp.path.atomicity.AtomicRenameTemporaryPath
     path = orbax_io._DurablePath.from_final(
-        orbax_io.epath.Path("/x/5"), checkpoint_metadata_store=None
+        pathlib.Path("/x/5"), checkpoint_metadata_store=None
     )
     assert isinstance(path, base)
     assert str(path.get()) == "/x/5.orbax-checkpoint-tmp"

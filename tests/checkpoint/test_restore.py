@@ -1,7 +1,11 @@
 """What a start does with what it finds."""
 
 import os
+import pathlib
 import shutil
+import subprocess
+import sys
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -97,8 +101,10 @@ def test_an_explicit_step_is_never_replaced(tmp_path):
 
 def test_an_unreadable_root_is_neither_empty_nor_damaged(tmp_path):
     (tmp_path / "root").write_text("a file")
-    with pytest.raises(NotADirectoryError):
+    with pytest.raises(records.FaultError) as error:
         restore.restore_newest(tmp_path / "root", _state(0))
+    assert error.value.fault.kind is records.FaultKind.CONFIG
+    assert (tmp_path / "root").read_text() == "a file"
 
 
 def _files(folder):
@@ -203,17 +209,48 @@ def test_a_failure_that_is_not_the_files_never_quarantines(tmp_path, monkeypatch
     assert sorted(os.listdir(tmp_path)) == ["10", "20"]
 
 
-def test_a_step_that_may_not_be_read_is_left_alone(tmp_path, monkeypatch):
-    """Another user's run: neither damaged nor absent."""
-    _fill(tmp_path, 10, 20)
+FORBIDDEN = """
+import os, sys
+import jax.numpy as jnp
+from jaxft import records
+from jaxft.checkpoint import manager
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+checkpoints = manager.CheckpointManager(sys.argv[1])
+for ask in (checkpoints.latest, lambda: checkpoints.restore({"w": jnp.ones(3)})):
+    try:
+        print(ask())
+    except records.FaultError as error:
+        print(int(error.fault.exit_code), error)
+"""
 
-    def refuse(*args, **kwargs):
-        raise PermissionError(13, "Permission denied", str(tmp_path / "20"))
 
-    monkeypatch.setattr(restore.layout, "read_record", refuse)
-    with pytest.raises(PermissionError):
-        restore.restore_newest(tmp_path, _state(0))
-    assert sorted(os.listdir(tmp_path)) == ["10", "20"]
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.parametrize("closed", [".", "20", "20/run", "20/state"])
+def test_what_may_not_be_read_is_left_alone(closed):
+    """Another user's run: neither damaged nor absent, and never a fresh start."""
+    # Not below tmp_path, which only its owner may enter.
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        root = pathlib.Path(folder, "root")
+        with manager.CheckpointManager(root) as checkpoints:
+            for step in (10, 20):
+                checkpoints.save(step, {"w": jnp.zeros(3)}, force=True)
+        os.chmod(root / closed, 0o700)
+        done = subprocess.run(
+            [sys.executable, "-c", FORBIDDEN, str(root)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        latest, restored = done.stdout.splitlines()
+        path = str(root if closed == "." else root / "20")
+        assert restored.startswith(f"78 checkpoints cannot be read: {path}"), restored
+        assert latest == (restored if closed == "." else "20")
+        assert "Permission denied" in restored
+        assert done.stderr == ""
+        assert sorted(os.listdir(root)) == ["10", "20"]
 
 
 def test_an_input_output_error_at_the_step_itself_is_damage(tmp_path):
