@@ -92,7 +92,10 @@ class Loop:
         self._evaluated = evaluated
         self._evaluation: dict[str, float] = {}
         self._meter = StepMeter(min_secs=parts.config.log.event_secs)
-        self._rule = NonfiniteRule(max_in_a_row=parts.config.train.max_nonfinite)
+        self._rule = NonfiniteRule(
+            max_in_a_row=parts.config.train.max_nonfinite,
+            guarded=parts.config.train.guard,
+        )
 
     def run(self, state: TrainState) -> tuple[TrainState, Ending]:
         """Trains to `train.num_steps` or until a stop is agreed.

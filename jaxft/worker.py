@@ -24,12 +24,12 @@ from jaxft import config as configs
 from jaxft.build import Parts, build
 from jaxft.checkpoint import layout
 from jaxft.config import Config, ConfigError, ResumeMode
-from jaxft.events import EventLog, read_events
+from jaxft.events import EventLog
 from jaxft.faults.exceptions import fault_of
 from jaxft.faults.preemption import StopRequests
 from jaxft.loop import Ending, Loop, StopWhileWaiting
-from jaxft.metrics.report import closing_summary
-from jaxft.metrics.writers import ProgressLine
+from jaxft.metrics.report import Summary
+from jaxft.metrics.writers import ProgressLine, say
 from jaxft.parallel.compile_cache import CompileCache
 from jaxft.records import Fault, FaultError, FaultKind
 from jaxft.recovery.resume import check_resume
@@ -53,7 +53,8 @@ def run(config: Config, *, workdir: str | os.PathLike[str]) -> TrainState:
     """
     config = configs.lock(configs.resolve(copy.deepcopy(config)))
     with WorkdirLock.acquire(workdir) as lock:
-        log = EventLog(lock.workdir / "events", role="notebook")
+        summary = Summary()
+        log = EventLog(lock.workdir / "events", role="notebook", tee=summary.take_line)
         with StopRequests(config.preemption, emit=log) as stops:
             worker = Worker(config, workdir=lock.workdir, log=log, stops=stops)
             try:
@@ -61,10 +62,7 @@ def run(config: Config, *, workdir: str | os.PathLike[str]) -> TrainState:
             finally:
                 if not worker.entered:
                     lock.release(undo=True)
-        events = read_events(lock.workdir / "events")
-        events = [event for event in events if event["time"] >= worker.started]
-        summary = closing_summary(events, workdir=lock.workdir, reason=ending)
-        sys.stdout.write(summary + "\n")
+        say(summary.text(workdir=lock.workdir, reason=ending), stream=sys.stdout)
     return state
 
 
@@ -81,7 +79,6 @@ class Worker:
 
     Attributes:
         entered: whether the preflight is over and the workdir was written to.
-        started: when this life began, in seconds since the epoch.
     """
 
     def __init__(
@@ -95,7 +92,6 @@ class Worker:
         cache: str = "keep",
     ):
         self.entered = False
-        self.started = time.time()
         self._config = config
         self._workdir = workdir
         self._log = log
@@ -147,6 +143,7 @@ class Worker:
         finally:
             if parts is not None:
                 parts.iterator.close()
+            self._cache.close()
         assert self._loop is not None
         self._log("end", step=self._loop.step, reason=ending)
         self._log.close()
