@@ -42,10 +42,12 @@ def with_ema(
     inner_optimizer = optax.with_extra_args_support(optimizer)
 
     def update(
-        updates: PyTree, state: EmaState, params: PyTree | None = None, **extra: Any
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, EmaState]:
         assert params is not None
-        updates, inner = inner_optimizer.update(updates, state.inner, params, **extra)
+        updates, inner = inner_optimizer.update(
+            updates, state.inner, params, **extra_args
+        )
         new = optax.apply_updates(params, updates)
 
         def mix(old: jax.Array, x: jax.Array) -> jax.Array:
