@@ -290,7 +290,7 @@ class PreemptionConfig(Section):
     """What counts as a request to stop, and how long there is to obey."""
 
     signals: str = setting(
-        "SIGTERM, SIGUSR1, SIGINT", "signals that ask the run to stop", numbers=False
+        "SIGTERM, SIGUSR1, SIGINT, SIGHUP", "what asks the run to stop", numbers=False
     )
     grace_secs: float = positive(
         30.0, "time from the request to the end of the process", numbers=False

@@ -17,24 +17,35 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+if __name__ == "__main__":
+    # Where one is closed, the next file that is opened would take its place.
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
-    def _leave_at_once(*_: object) -> NoReturn:
-        os.write(2, b"jaxft: stopped by SIGINT before it began\n")
+    def _leave_at_once(number: int, _: object) -> NoReturn:
+        name = signal.Signals(number).name
+        with contextlib.suppress(OSError):
+            os.write(2, f"jaxft: stopped by {name} before it began\n".encode())
         os._exit(75)  # ExitCode.STOPPED, which is not imported yet.
 
-    # The imports take moments, too, and an interrupt there is no error of theirs. Where
-    # a supervisor started us it is blocked until somebody listens.
-    signal.signal(signal.SIGINT, _leave_at_once)
+    # The imports take moments, too, and a stop there is no error of theirs. Where a
+    # supervisor started us it is blocked until somebody listens; where it is ignored
+    # (a job in the background) it stays ignored.
+    for early in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(early) is not signal.SIG_IGN:
+            signal.signal(early, _leave_at_once)
 
 from jaxft import config as configs
 from jaxft.command import USAGE, Command, parse
 from jaxft.config import ConfigError
 from jaxft.events import EventLog
 from jaxft.faults.exceptions import fault_of
-from jaxft.faults.preemption import StopRequests, parse_signals
+from jaxft.faults.preemption import StopRequests, interrupt, parse_signals
 from jaxft.metrics import writers
 from jaxft.metrics.report import Summary
 from jaxft.records import ExitCode, Fault, FaultError, FaultKind
@@ -55,12 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
     argv = list(sys.argv if argv is None else argv)
     if any(word in ("--help", "-h", "--helpfull") for word in argv[1:]):
-        sys.stdout.write(USAGE)
+        writers.say(USAGE.rstrip("\n"), stream=sys.stdout)
         return ExitCode.FINISHED
-    # Factories of the user's own are looked up from where the command was given.
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
     try:
+        _find_factories_here()
         command = parse(argv)
         configs.lock(configs.resolve(command.config))
         parse_signals(command.config.preemption.signals)
@@ -69,9 +78,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(str(error), ExitCode.CONFIG)
     except FaultError as error:
         return _refuse(str(error), error.fault.exit_code)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         # Outside of what listens: while it parses, waits for the lock, or at the end.
-        return _refuse("stopped by SIGINT", ExitCode.STOPPED)
+        return _refuse(f"stopped by {error or 'SIGINT'}", ExitCode.STOPPED)
+
+
+def _find_factories_here() -> None:
+    """Factories of the user's own are looked up from where the command was given."""
+    try:
+        folder = os.getcwd()
+    except OSError as error:
+        problem = f"the current folder is gone ({error.strerror}): cd to another one"
+        raise ConfigError("", problem) from error
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
 
 
 def supervise(command: Command) -> int:
@@ -184,8 +204,8 @@ def _live(
                 fault = _stop(str(stops.poll()))
         except (ConfigError, FaultError) as error:
             fault = fault_of(error)  # The worker has said so already.
-        except KeyboardInterrupt:  # It is none of the signals that save.
-            fault = _stop("SIGINT")
+        except KeyboardInterrupt as error:  # It is none of the signals that save.
+            fault = _stop(str(error) or "SIGINT")
         except BaseException as error:  # What ends a process ends the run as a fault.
             fault = fault_of(error)
             fields = {"fault": fault.kind, "step": fault.step, "process": fault.process}
@@ -238,7 +258,8 @@ def _tell_history(log: EventLog) -> None:
 def _conclude(summary: Summary, *, workdir: pathlib.Path, ending: str) -> None:
     """Prints the summary; whatever happens here, the run has ended as it has."""
     try:
-        sys.stdout.write(summary.text(workdir=workdir, reason=ending) + "\n")
+        text = summary.text(workdir=workdir, reason=ending)
+        writers.say(text, stream=sys.stdout)
     except (Exception, KeyboardInterrupt) as error:
         _say(f"{ending}; no summary: {error!r}")
 
@@ -254,15 +275,23 @@ def _say(text: str) -> None:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # Nobody reads it any more.
+        # Nobody reads it any more, or nobody ever did.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
 
 
+def _on_early_signals(handler: Any) -> None:
+    """For all that happens outside of what listens to `preemption.signals`."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
 if __name__ == "__main__":
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    writers.tolerate_lost_output()
+    _on_early_signals(interrupt)
     status = main()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _on_early_signals(signal.SIG_IGN)
     _flush()
     # Not sys.exit: a background thread that still sits in C++ code (storage that never
     # answers) would abort the interpreter's end, and so change the exit code.

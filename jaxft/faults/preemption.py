@@ -60,17 +60,29 @@ def parse_signals(text: str) -> tuple[signal.Signals, ...]:
     return tuple(numbers)
 
 
+def interrupt(number: int, frame: Any) -> NoReturn:
+    """A signal handler for where no `StopRequests` listens: these take its place.
+
+    Raises:
+        KeyboardInterrupt: always, with the signal's name.
+    """
+    del frame
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
 class StopRequests:
     """Hears that the run shall stop, while it is entered as a context manager.
 
     In a thread that is not the main one there are no handlers: then only the time
     limit and `request` ask. A forked child hears nothing: its signals mean what they
-    meant before. Signals of the list that the supervisor blocked are unblocked.
+    meant before. Signals of the list that the supervisor blocked are unblocked; those
+    that were ignored before stay ignored.
 
     Args:
         config: the list of signals, the grace time, the time limit.
         emit: told of the request, once, as `stop_request`.
-        clock: seconds since the epoch.
+        clock: seconds since the epoch, for the time limit and the job's end.
+        timer: monotonic seconds, for how long something takes.
         start_secs: when the command started, in seconds since the epoch; now by
             default. A restarted worker passes the supervisor's.
         leave: ends the process; see `may_leave`. It is called with the reason, from
@@ -87,6 +99,7 @@ class StopRequests:
         *,
         emit: Emit = ignore_event,
         clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.monotonic,
         start_secs: float | None = None,
         leave: Callable[[str], NoReturn] | None = None,
         environ: Mapping[str, str] = os.environ,
@@ -96,6 +109,7 @@ class StopRequests:
         self._work_secs = config.grace_secs - margin_secs
         self._emit = emit
         self._clock = clock
+        self._timer = timer
         self._leave = leave
         self._stop_at = _stop_time(
             config,
@@ -143,7 +157,7 @@ class StopRequests:
         """
         if self.poll() is None:
             return None
-        return max(0.0, self._since + self._work_secs - self._clock())
+        return max(0.0, self._since + self._work_secs - self._timer())
 
     @contextlib.contextmanager
     def may_leave(self) -> Generator[None, None, None]:
@@ -194,8 +208,11 @@ class StopRequests:
             self._write_fd, warn_on_full_buffer=False
         )
         for number in self._signals:
-            self._earlier[number] = signal.getsignal(number)
-            signal.signal(number, self._on_signal)
+            earlier = signal.getsignal(number)
+            # As nohup and jobs in the background have it: it asks for nothing.
+            if earlier is not signal.SIG_IGN:
+                self._earlier[number] = earlier
+                signal.signal(number, self._on_signal)
         before = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
         self._mask = {n for n in self._signals if n in before}
 
@@ -220,13 +237,13 @@ class StopRequests:
         """Sets flags, and passes on to the handler from before."""
         self._set(signal.Signals(number).name)
         earlier = self._earlier.get(number)
-        if callable(earlier) and earlier is not signal.default_int_handler:
+        if callable(earlier) and earlier not in (signal.default_int_handler, interrupt):
             earlier(number, frame)
 
     def _set(self, reason: str) -> None:
         # Two threads may both get here: either reason and time is true.
         if self._reason is None:
-            self._since = self._clock()
+            self._since = self._timer()
             self._reason = reason
 
     def _watch(self) -> None:
@@ -246,7 +263,7 @@ class StopRequests:
         """Notes signals at the time they came; handlers may run much later."""
         for number in numbers:
             if number in self._signals:
-                now = self._clock()
+                now = self._timer()
                 first = self._first_seen.setdefault(number, now)
                 self._urgent = self._urgent or now - first > REPEAT_SECS
                 self._set(signal.Signals(number).name)

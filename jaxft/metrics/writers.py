@@ -11,12 +11,13 @@ whoever writes next (the supervisor, another worker) only has to clear the line.
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import os
 import sys
 import time
 from collections.abc import Callable
-from typing import TextIO
+from typing import Any, TextIO
 
 from jaxft.config import Progress
 
@@ -49,7 +50,8 @@ class ProgressLine:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._stream = stream or sys.stderr
+        # None where it was closed when Python began.
+        self._stream: TextIO | None = stream or sys.stderr
         self._num_steps = num_steps
         self._unit = unit
         self._restarts = restarts
@@ -91,26 +93,66 @@ class ProgressLine:
             _write(self._stream, _CLEAR)
 
 
-def say(text: str, *, stream: TextIO) -> None:
-    """Prints a line that stays, in the place of a live line where there is one."""
+def say(text: str, *, stream: TextIO | None) -> None:
+    """Prints a line that stays, in the place of a live line where there is one.
+
+    A stream that is closed, broken, full or None ends no run: the line is lost.
+    """
     _write(stream, f"{_CLEAR if can_redraw(stream) else ''}{text}\n")
 
 
-def can_redraw(stream: TextIO) -> bool:
+def tolerate_lost_output() -> None:
+    """Makes this process's standard streams swallow what nobody can take.
+
+    Whatever is printed from here on, also by code of the user's own, raises nothing
+    where the reader is gone, the disk is full or the stream was closed from the start.
+    """
+    sys.stdout = _tolerant(sys.stdout, fd=1)
+    sys.stderr = _tolerant(sys.stderr, fd=2)
+
+
+class _TolerantFile(io.FileIO):
+    """A file whose writes succeed, whatever became of the bytes."""
+
+    def write(self, data: Any, /) -> int:
+        with contextlib.suppress(OSError):
+            num_bytes = super().write(data)
+            if num_bytes is not None:  # It is where a pipe is full and must not wait.
+                return num_bytes
+        return memoryview(data).nbytes
+
+
+def _tolerant(stream: TextIO | None, *, fd: int) -> TextIO:
+    if not isinstance(stream, io.TextIOWrapper):  # None: closed when Python began.
+        return open(os.devnull, "w") if stream is None else stream
+    return io.TextIOWrapper(
+        io.BufferedWriter(_TolerantFile(fd, "w", closefd=False)),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+    )
+
+
+def can_redraw(stream: TextIO | None) -> bool:
     """Whether it is a terminal that can clear a line."""
+    if stream is None:
+        return False
     with contextlib.suppress(OSError, ValueError):  # It may be closed.
         return stream.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb")
     return False
 
 
-def _num_columns(stream: TextIO) -> int:
+def _num_columns(stream: TextIO | None) -> int:
     with contextlib.suppress(OSError, ValueError):
-        if num_columns := os.get_terminal_size(stream.fileno()).columns:
+        fd = stream.fileno() if stream is not None else -1
+        if num_columns := os.get_terminal_size(fd).columns:
             return num_columns
     return 80  # A terminal that does not know its size says 0.
 
 
-def _write(stream: TextIO, text: str) -> None:
+def _write(stream: TextIO | None, text: str) -> None:
+    if stream is None:  # As Python sets it where a descriptor was closed.
+        return
     # Nobody looks any more: no reason to end a run.
     with contextlib.suppress(OSError, ValueError):
         stream.write(text)

@@ -88,9 +88,10 @@ class Supervisor:
     Args:
         make_argv: command line of a worker for a `Launch`.
         config: budget and back-off.
-        signals: the signals that ask the run to stop; each is passed on to the
-            worker, which is started with them blocked so that none is lost before
-            it listens (`StopRequests` unblocks them).
+        signals: the signals that ask the run to stop, but for those that are ignored
+            by now; each is passed on to the worker, which is started with them
+            blocked so that none is lost before it listens (`StopRequests` unblocks
+            them).
         grace_secs: time from a request to the worker's end, then it is killed.
         emit: the history; it is opened once a worker's preflight is over, or a
             worker has died of anything but its config or a request to stop.
@@ -357,10 +358,12 @@ class _SignalPipe:
     """Stop signals and Ctrl-Z as bytes in a pipe, which a selector can wait for."""
 
     def __init__(self, signals: Sequence[signal.Signals]):
-        self._signals = list(signals)
-        # Not where it is ignored: there Ctrl-Z is to do nothing.
-        if signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL:
-            self._signals.append(signal.SIGTSTP)
+        # As nohup, jobs in the background and shells have it: what is ignored stays so.
+        self._signals = [
+            number
+            for number in (*signals, signal.SIGTSTP)
+            if signal.getsignal(number) is not signal.SIG_IGN
+        ]
         self._earlier: dict[int, Any] = {}
         self._earlier_fd = -1
 

@@ -35,6 +35,8 @@ class Events(list):
 def make(clock=time.time, environ=None, **options) -> StopRequests:
     names = ("signals", "grace_secs", "time_limit_secs")
     config = {name: options.pop(name) for name in names if name in options}
+    if clock is not time.time:
+        options.setdefault("timer", clock)
     return StopRequests(
         PreemptionConfig(**config), clock=clock, environ=environ or {}, **options
     )
@@ -94,6 +96,47 @@ def test_other_signals_are_left_alone():
         assert signal.getsignal(signal.SIGTERM) == before
 
 
+def test_what_is_ignored_from_the_start_stays_ignored():
+    """As nohup has SIGHUP, and a script's job in the background SIGINT."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with make(signals="SIGHUP, SIGTERM") as stops:
+            raise_signal(signal.SIGHUP)
+            time.sleep(0.02)
+            assert stops.poll() is None
+            raise_signal(signal.SIGTERM)
+            assert stops.poll() == "SIGTERM"
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_handler_that_interrupts_is_replaced_not_called():
+    before = signal.signal(signal.SIGTERM, preemption.interrupt)
+    try:
+        with make() as stops:
+            raise_signal(signal.SIGTERM)
+            assert stops.poll() == "SIGTERM"
+        with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
+            raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("jump_secs", [-5000.0, 5000.0])
+def test_a_clock_that_is_set_changes_no_interval(jump_secs):
+    clock, timer = Clock(), Clock()
+    with make(clock=clock, timer=timer) as stops:
+        raise_signal(signal.SIGTERM)
+        wait_for(lambda: stops._first_seen)
+        clock.now += jump_secs
+        timer.now += 1.0
+        assert stops.deadline_secs() == pytest.approx(27.0)
+        raise_signal(signal.SIGTERM)
+        time.sleep(0.05)
+        assert not stops.urgent
+
+
 def test_the_handler_only_sets_flags():
     """No call but the clock, a name, the handler from before, and `_set` itself."""
     calls = set()
@@ -107,7 +150,7 @@ def test_the_handler_only_sets_flags():
         }
     assert calls == {
         *("self._set", "signal.Signals", "self._earlier.get", "callable"),
-        *("earlier", "self._clock"),
+        *("earlier", "self._timer"),
     }
 
 

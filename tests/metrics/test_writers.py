@@ -4,10 +4,13 @@ import contextlib
 import fcntl
 import io
 import os
+import pathlib
 import pty
 import re
 import select
 import struct
+import subprocess
+import sys
 import termios
 
 import pytest
@@ -165,6 +168,66 @@ def test_never_means_silence_on_a_terminal_too() -> None:
         line.note("a note")
         line.close()
         assert terminal.written() == ""
+
+
+PRINTS = """
+import logging, sys, warnings
+from jaxft.metrics.writers import ProgressLine, say, tolerate_lost_output
+tolerate_lost_output()
+for stream in (sys.stdout, sys.stderr):
+    say("said", stream=stream)
+    print("printed " * 5000, file=stream, flush=True)
+    print("not flushed", file=stream)
+logging.warning("logged")
+warnings.warn("warned")
+ProgressLine(num_steps=1, unit="rows").update(1, loss=0.0, rate=1.0, checkpoint=None)
+"""
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        *("| true", "2>&1 | true", ">/dev/full", "2>/dev/full", ">/dev/full 2>&1"),
+        *(">&-", "2>&-", "<&- >&- 2>&-"),
+    ],
+)
+def test_output_that_nobody_can_take_raises_nothing(where: str) -> None:
+    script = f'set -o pipefail; "$0" -S -c "$1" {where}'
+    done = subprocess.run(
+        ["bash", "-c", script, sys.executable, PRINTS],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception" not in done.stderr
+
+
+def test_output_that_is_taken_is_whole(tmp_path: pathlib.Path) -> None:
+    out, err = tmp_path / "out", tmp_path / "err"
+    out.write_text("before\n")
+    with out.open("a") as out_file, err.open("w") as err_file:
+        subprocess.run(
+            [sys.executable, "-S", "-c", PRINTS],
+            stdout=out_file,
+            stderr=err_file,
+            check=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+    printed = "printed " * 5000
+    assert out.read_text() == f"before\nsaid\n{printed}\nnot flushed\n"
+    assert err.read_text().startswith(f"said\n{printed}\nnot flushed\n")
+    assert "step 1/1" in err.read_text()
+
+
+def test_a_stream_that_is_none_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", None)
+    line = ProgressLine(num_steps=9, unit="rows")
+    update(line, 1)
+    line.note("a note")
+    line.close()
+    say("said", stream=None)
 
 
 def test_a_stream_that_nobody_reads_ends_no_run() -> None:
