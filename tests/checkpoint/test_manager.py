@@ -111,46 +111,6 @@ def test_a_strangers_loop_survives_sigkill(tmp_path):
     assert "39" in third
 
 
-NO_CLOSE = """
-import sys
-import jax.numpy as jnp
-from jaxft.checkpoint.manager import CheckpointManager
-CheckpointManager(sys.argv[1]).save(1, {"w": jnp.ones((512, 512))})
-if sys.argv[2] == "raise":
-    raise KeyError("mine")
-"""
-
-
-@pytest.mark.parametrize("ending", ["return", "raise"])
-def test_a_program_that_forgets_to_close_commits_or_ends_at_once(tmp_path, ending):
-    done = subprocess.run(
-        [sys.executable, "-c", NO_CLOSE, str(tmp_path), ending],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == (ending == "raise")
-    found = layout.discover(tmp_path)
-    assert not found.foreign
-    if ending == "return" and sys.version_info[:2] == (3, 12):
-        # This Python starts no thread any more once the program has returned.
-        assert found.steps in ([], [1])
-        return
-    assert os.listdir(tmp_path) == ["1"]
-    assert done.stderr.count("Traceback") == (ending == "raise")
-    assert ending == "return" or done.stderr.endswith("KeyError: 'mine'\n")
-
-
-def test_threading_register_atexit_is_where_it_was():
-    """Private, so it may move; `jaxft/checkpoint/at_exit.py` says why it is needed."""
-    called = "import threading; threading._register_atexit(print, 'called')"
-    done = subprocess.run(
-        [sys.executable, "-c", called], capture_output=True, text=True
-    )
-    assert (done.stdout, done.stderr) == ("called\n", "")
-
-
 def test_nothing_is_touched_before_the_first_save(tmp_path):
     checkpoints = manager.CheckpointManager(tmp_path / "a" / "b")
     assert checkpoints.latest() is None

@@ -33,7 +33,9 @@ with CheckpointManager(root, keep="last(9)") as checkpoints:
         checkpoints.save(step, state(step), force=True)
 for step in (2, 3):
     for folder, _, files in os.walk(f"{root}/{step}/state"):
-        for file in files if how in ("gone", "cut", "flip") or folder[-2:] == "/d" else []:
+        if how.startswith("data") and not folder.endswith("/d"):
+            continue
+        for file in files:
             path = os.path.join(folder, file)
             os.chmod(path, 0o600)
             data = bytearray(open(path, "rb").read())
