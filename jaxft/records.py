@@ -131,9 +131,9 @@ class SaveQuestion:
 
     Attributes:
         step: finished step attempts now.
-        now_secs: seconds since the epoch now.
+        now_secs: seconds of a clock that never goes back.
         last_step: label of the last save that was started or found; -1 for none.
-        last_secs: when that was, or when the run started.
+        last_secs: when that was on the same clock, or when the run started.
     """
 
     step: int
