@@ -95,8 +95,12 @@ class EventLog:
         tee: also called with each finished line (the worker's pipe).
         clock: seconds since the epoch.
 
-    A history that cannot be written never stops a run: the first failure is kept
-    in `error`, later events are still handed to `tee`.
+    A history that cannot be written never stops a run: each event is tried anew, is
+    lost alone, and is handed to `tee` in any case.
+
+    Attributes:
+        path: its file.
+        num_lost: events that are not in it, or only in part.
     """
 
     def __init__(
@@ -111,7 +115,9 @@ class EventLog:
         start = f"{clock():.3f}".replace(".", "")
         name = f"{self._host}-{role}-{start}-{os.getpid()}.jsonl"
         self.path = pathlib.Path(folder) / name
-        self.error: OSError | None = None
+        self.num_lost = 0
+        self._problem = ""
+        self._is_torn = False
         self._role = role
         self._tee = tee
         self._clock = clock
@@ -156,19 +162,32 @@ class EventLog:
         if self._tee is not None:
             self._tee(line)
 
+    @property
+    def problem(self) -> str:
+        """Why events are missing, and how many; empty when none is."""
+        if not self.num_lost:
+            return ""
+        noun = "event" if self.num_lost == 1 else "events"
+        return f"{self.num_lost} {noun} lost from {self.path}: {self._problem}"
+
     def _write(self, line: str) -> None:
-        if self.error is not None:
-            return
+        data = line.encode() + b"\n"
+        # Else what is whole would continue what is not.
+        rest = b"\n" + data if self._is_torn else data
+        num_bytes = len(rest)
         try:
             if self._fd < 0:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
                 self._fd = os.open(self.path, flags, 0o644)
-            rest = line.encode() + b"\n"
             while rest:  # A full disk takes a part first and says why only then.
                 rest = rest[os.write(self._fd, rest) :]
         except OSError as error:
-            self.error = error
+            self.num_lost += 1
+            self._problem = error.strerror or str(error)
+            self._is_torn = self._is_torn or len(rest) < num_bytes
+        else:
+            self._is_torn = False
 
     def close(self) -> None:
         """Closes the file; later events open it again."""

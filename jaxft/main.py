@@ -129,9 +129,8 @@ def supervise(command: Command) -> int:
             lock.release(undo=True)
             return _refuse(_refusal(outcome), outcome.exit_code)
         _tell_evidence(outcome.fault)
-        _tell_history(log)
         ending = _ending(outcome.fault, reason=outcome.reason, verdict=outcome.verdict)
-        _conclude(summary, workdir=lock.workdir, ending=ending)
+        _conclude(summary, log=log, workdir=lock.workdir, ending=ending)
     return outcome.exit_code
 
 
@@ -141,10 +140,17 @@ def work(command: Command) -> int:
         link = SupervisorLink(
             command.event_fd, command.parent_fd, lock_fd=command.lock_fd
         )
-        folder = absolute(command.workdir)
-        return _live(command, folder, tee=link.send, close=lambda *_: link.close())
+        log = EventLog(absolute(command.workdir) / "events", role="work", tee=link.send)
+
+        def end(*_: object) -> None:
+            if log.problem:  # The supervisor's own history may be whole.
+                _say(f"history incomplete: {log.problem}")
+            link.close()
+
+        return _live(command, log, close=end)
     summary = Summary()
     with WorkdirLock.acquire(command.workdir) as lock:
+        log = EventLog(lock.workdir / "events", role="work", tee=summary.take_line)
 
         def close(fault: Fault | None, entered: bool) -> None:
             if not entered:
@@ -153,26 +159,23 @@ def work(command: Command) -> int:
                 return
             _tell_evidence(fault)
             ending = _ending(fault, reason=_evidence(fault))
-            _conclude(summary, workdir=lock.workdir, ending=ending)
+            _conclude(summary, log=log, workdir=lock.workdir, ending=ending)
 
-        return _live(command, lock.workdir, tee=summary.take_line, close=close)
+        return _live(command, log, close=close)
 
 
 def _live(
     command: Command,
-    workdir: pathlib.Path,
+    log: EventLog,
     *,
-    tee: Callable[[str], None],
     close: Callable[[Fault | None, bool], None],
 ) -> ExitCode:
     """Runs a worker; `close` is told how it ended and whether it wrote anything."""
-    log = EventLog(workdir / "events", role="work", tee=tee)
     entered = lambda: False
 
     def leave(reason: str) -> NoReturn:
         """Nothing is worth saving here: the newest committed step stands."""
         log("end", step=-1, reason=f"stopped by {reason}")
-        _tell_history(log)
         close(_stop(f"{reason} before the first step"), entered())
         _flush()
         os._exit(ExitCode.STOPPED)
@@ -192,7 +195,7 @@ def _live(
                 from jaxft.worker import Worker
             worker = Worker(
                 command.config,
-                workdir=workdir,
+                workdir=log.path.parent.parent,
                 log=log,
                 stops=stops,
                 attempt=command.attempt,
@@ -211,7 +214,6 @@ def _live(
             fields = {"fault": fault.kind, "step": fault.step, "process": fault.process}
             code = int(fault.exit_code)
             log("fault", **fields, evidence=fault.evidence, exit_code=code)
-        _tell_history(log)
         close(fault, entered())
     return ExitCode.FINISHED if fault is None else fault.exit_code
 
@@ -250,15 +252,12 @@ def _evidence(fault: Fault | None) -> str:
     return "" if fault is None else fault.evidence.rstrip() or str(fault.kind)
 
 
-def _tell_history(log: EventLog) -> None:
-    if log.error is not None:
-        _say(f"history incomplete: {log.path}: {log.error.strerror or log.error}")
-
-
-def _conclude(summary: Summary, *, workdir: pathlib.Path, ending: str) -> None:
+def _conclude(
+    summary: Summary, *, log: EventLog, workdir: pathlib.Path, ending: str
+) -> None:
     """Prints the summary; whatever happens here, the run has ended as it has."""
     try:
-        text = summary.text(workdir=workdir, reason=ending)
+        text = summary.text(workdir=workdir, reason=ending, history=log.problem)
         writers.say(text, stream=sys.stdout)
     except (Exception, KeyboardInterrupt) as error:
         _say(f"{ending}; no summary: {error!r}")

@@ -133,8 +133,14 @@ def test_a_full_disk_does_not_raise(tmp_path: pathlib.Path) -> None:
     log.open()
     log("phase", name="init")
     log("phase", name="train")
-    assert isinstance(log.error, OSError)
     assert len(seen) == 2
+    assert log.num_lost == 2
+    assert log.problem.startswith(f"2 events lost from {log.path}: ")
+    # What is mended is used again.
+    blocker.unlink()
+    log("phase", name="save")
+    assert [event["name"] for event in read_events(log.path.parent)] == ["save"]
+    assert log.num_lost == 2
 
 
 def test_a_disk_that_takes_only_a_part(tmp_path: pathlib.Path) -> None:
@@ -150,9 +156,22 @@ def test_a_disk_that_takes_only_a_part(tmp_path: pathlib.Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, earlier)
+    assert log.num_lost == 1
+    assert "File too large" in log.problem
+    # The next event is whole, after what is left of the lost one.
     log("phase", name="train")
-    assert isinstance(log.error, OSError)
-    assert [event["name"] for event in read_events(tmp_path)] == ["init"]
+    log("phase", name="save")
+    names = [event["name"] for event in read_events(tmp_path)]
+    assert names == ["init", "train", "save"]
+    assert log.path.read_bytes().count(b"\n") == 4
+    assert log.num_lost == 1
+
+
+def test_nothing_lost_is_no_problem(tmp_path: pathlib.Path) -> None:
+    log = EventLog(tmp_path, role="work")
+    log.open()
+    log("phase", name="init")
+    assert (log.num_lost, log.problem) == (0, "")
 
 
 def test_missing_folder_is_an_empty_history(tmp_path: pathlib.Path) -> None:

@@ -28,7 +28,7 @@ class Summary:
     Attributes:
         step: finished step attempts at the end; -1 when none is known.
         num_steps: where the run ends; -1 when it is not known.
-        metrics: of the last step seen.
+        metrics: of the last step that told them.
         evaluation: of the last evaluation, empty for none.
         first_evaluation: of the first one in these events.
         num_restarts: workers started after the first.
@@ -42,6 +42,7 @@ class Summary:
         self.step = -1
         self.num_steps = -1
         self.metrics: dict[str, float] = {}
+        self._metrics_step = -1
         self.evaluation: dict[str, float] = {}
         self.first_evaluation: dict[str, float] = {}
         self.num_restarts = 0
@@ -80,18 +81,20 @@ class Summary:
         pace = self._known_pace()
         return pace.data_secs / pace.secs if pace.secs > 0 else 0.0
 
-    def text(self, *, workdir: pathlib.Path, reason: str) -> str:
+    def text(self, *, workdir: pathlib.Path, reason: str, history: str = "") -> str:
         """What a person reads at the end: a few lines, `name  value`.
 
         Args:
             workdir: the run's folder.
             reason: how the run ended, in a few words.
+            history: what is missing from the events; empty for nothing.
         """
         rows = [("run", reason)]
         if self.step >= 0:
             of = f" of {self.num_steps}" if self.num_steps >= 0 else ""
             rows.append(("step", f"{self.step}{of}"))
-        if "loss" in self.metrics:
+        # An older loss would read as that of this step.
+        if "loss" in self.metrics and self._metrics_step == self.step:
             rows.append(("loss", f"{self.metrics['loss']:.4f}"))
         rows += [
             (f"held-out {name}", _from_to(self.first_evaluation.get(name), value))
@@ -109,6 +112,8 @@ class Summary:
         known = f"{where}, newest {newest}" if newest >= 0 else f"none yet in {where}"
         rows.append(("checkpoints", known))
         rows += [("moved aside", os.path.normpath(path)) for path in self.quarantined]
+        if history:
+            rows.append(("history", f"incomplete: {history}"))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
@@ -131,8 +136,8 @@ class Summary:
         pace = self._first_pace if self._is_first else self._pace
         pace.add(num_steps, secs=secs, data_secs=data_secs)
         self._is_first = False
-        self.metrics = metrics
-        self.step = max(self.step, step)
+        self.metrics, self._metrics_step = metrics, step
+        self.step = step  # Less than before after a restart.
         if step > self._top_step:
             if self._dead_since is not None:
                 self.lost_secs += max(0.0, event["time"] - secs - self._dead_since)
@@ -144,14 +149,19 @@ class Summary:
         self.first_evaluation = self.first_evaluation or self.evaluation
 
     def _take_save_commit(self, event: Event) -> None:
-        self.last_checkpoint = max(self.last_checkpoint, int(event["step"]))
+        step = int(event["step"])
+        self.last_checkpoint = max(self.last_checkpoint, step)
+        # Committed while the steps after it ran already.
+        self.step = max(self.step, step)
 
     def _take_restore(self, event: Event) -> None:
-        self._take_save_commit(event)
-        self.step = max(self.step, int(event["step"]))
+        step = int(event["step"])
+        self.last_checkpoint = max(self.last_checkpoint, step)
+        self.step = step
 
     def _take_end(self, event: Event) -> None:
-        self.step = max(self.step, int(event["step"]))
+        if (step := int(event["step"])) >= 0:  # It left before it had one.
+            self.step = step
 
     def _take_quarantine(self, event: Event) -> None:
         self.quarantined.append(str(event["path"]))

@@ -114,6 +114,32 @@ def test_a_run_that_had_nothing_left_to_do_says_where_it_is() -> None:
         assert text.endswith("/w/checkpoints, newest 300")
 
 
+def test_a_loss_is_that_of_the_step_that_is_told() -> None:
+    begin = [event("run", 1.0, num_steps=9, unit="rows", per_step=1), step(2.0, 3)]
+    assert "loss" in text_of(begin)
+    # A step event got lost: what is newer knows no loss.
+    for kind in ("end", "save_commit"):
+        text = text_of([*begin, event(kind, 3.0, step=5, reason="stopped")])
+        assert "5 of 9" in text
+        assert "loss" not in text
+    same = [*begin, event("end", 3.0, step=3, reason="stopped")]
+    assert "loss" in text_of(same)
+    assert "3 of 9" in text_of([*begin, event("end", 3.0, step=-1, reason="stopped")])
+
+
+def test_after_a_restart_the_step_is_where_the_run_is_now() -> None:
+    text = text_of([*KILLED[:-4], event("restore", 13.0, step=2), step(14.0, 3)])
+    assert "3 of 6" in text
+    assert "7.0000" in text
+
+
+def test_a_history_with_holes_says_so() -> None:
+    text = summarize(KILLED).text(
+        workdir=pathlib.Path("/w"), reason="ended", history="2 events lost"
+    )
+    assert text.splitlines()[-1].split("  ")[-1] == "incomplete: 2 events lost"
+
+
 def slow(time: float, last: int) -> dict[str, Any]:
     return step(time, last) | {"secs": 50.0, "data_secs": 25.0}
 
