@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import pickle
 import signal
 import sys
 import time
@@ -53,6 +54,8 @@ from jaxft.recovery.supervisor import Launch, Outcome, Supervisor
 from jaxft.recovery.workdir import WorkdirLock, absolute
 from jaxft.recovery.worker_link import SupervisorLink
 
+# A supervisor's last word to its worker: the descriptor that it finds the rest in.
+_HANDED_OVER = "--handed_over="
 _WORDS = {
     FaultKind.KILLED: "crashed",
     FaultKind.EXCEPTION: "crashed",
@@ -69,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         writers.say(USAGE.rstrip("\n"), stream=sys.stdout)
         return ExitCode.FINISHED
     try:
+        if (fd := argv[-1].removeprefix(_HANDED_OVER)).isdigit():
+            return _work_for_supervisor(int(fd))
         _find_factories_here()
         command = parse(argv)
         configs.lock(configs.resolve(command.config))
@@ -97,22 +102,26 @@ def _find_factories_here() -> None:
 def supervise(command: Command) -> int:
     """Starts the worker and restarts it; prints the summary."""
     if "jax" in sys.modules:
-        _say("warning: the config file imports jax; the supervisor should not need it")
+        _say(
+            "warning: the config file imports jax: what it sets there reaches no worker"
+        )
     started = time.time()
     config = command.config
+    _check_pickle(config)
     summary = Summary()
-    with WorkdirLock.acquire(command.workdir) as lock:
+    with (
+        WorkdirLock.acquire(command.workdir) as lock,
+        os.fdopen(os.memfd_create("jaxft-worker"), "wb", buffering=0) as memory,
+    ):
 
         def make_argv(launch: Launch) -> list[str]:
-            return [
-                *(sys.executable, "-m", "jaxft.main", *command.argv[1:], "--role=work"),
-                f"--attempt={launch.attempt}",
-                f"--event_fd={launch.event_fd}",
-                f"--parent_fd={launch.parent_fd}",
-                f"--lock_fd={launch.lock_fd}",
-                f"--compile_cache={launch.cache}",
-                f"--start_secs={started}",
-            ]
+            memory.truncate(0)
+            state = pickle.dumps((sys.path, command, launch, started))
+            os.pwrite(memory.fileno(), state, 0)
+            # The words from before are for who reads a list of processes.
+            words = [*command.argv[1:], "--role=work", f"--attempt={launch.attempt}"]
+            handed_over = f"{_HANDED_OVER}{memory.fileno()}"
+            return [sys.executable, "-m", "jaxft.main", *words, handed_over]
 
         log = EventLog(lock.workdir / "events", role="supervise", tee=summary.take_line)
         outcome = Supervisor(
@@ -121,7 +130,8 @@ def supervise(command: Command) -> int:
             signals=parse_signals(config.preemption.signals),
             grace_secs=config.preemption.grace_secs,
             emit=log,
-            lock_fd=lock.fileno(),
+            lock=lock,
+            more_fds=[memory.fileno()],
             hear=summary.take,
             tell=_say,
         ).run()
@@ -134,20 +144,42 @@ def supervise(command: Command) -> int:
     return outcome.exit_code
 
 
+def _check_pickle(config: configs.Config) -> None:
+    try:
+        if b"jaxft_config_file" not in pickle.dumps(config):
+            return
+        problem = "it holds a class that only the config file knows"
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        problem = str(error)
+    raise ConfigError("", f"the config cannot be handed to a worker: {problem}")
+
+
+def _work_for_supervisor(fd: int) -> int:
+    """One worker; its config is its supervisor's, whatever became of the file."""
+    with os.fdopen(fd, "rb") as memory:
+        # By its place: the offset is shared with whoever read it before.
+        state = os.pread(fd, os.fstat(memory.fileno()).st_size, 0)
+    sys.path[:], command, launch, started = pickle.loads(state)
+    link = SupervisorLink(launch.event_fd, launch.parent_fd, lock_fds=launch.lock_fds)
+    log = EventLog(absolute(command.workdir) / "events", role="work", tee=link.send)
+
+    def close(*_: object) -> None:
+        if log.problem:  # The supervisor's own history may be whole.
+            _say(f"history incomplete: {log.problem}")
+        link.close()
+
+    return _live(
+        command,
+        log,
+        attempt=launch.attempt,
+        cache=launch.cache,
+        start_secs=started,
+        close=close,
+    )
+
+
 def work(command: Command) -> int:
-    """One worker, under a supervisor or alone."""
-    if command.event_fd >= 0:
-        link = SupervisorLink(
-            command.event_fd, command.parent_fd, lock_fd=command.lock_fd
-        )
-        log = EventLog(absolute(command.workdir) / "events", role="work", tee=link.send)
-
-        def end(*_: object) -> None:
-            if log.problem:  # The supervisor's own history may be whole.
-                _say(f"history incomplete: {log.problem}")
-            link.close()
-
-        return _live(command, log, close=end)
+    """One worker without a supervisor; prints the summary."""
     summary = Summary()
     with WorkdirLock.acquire(command.workdir) as lock:
         log = EventLog(lock.workdir / "events", role="work", tee=summary.take_line)
@@ -168,6 +200,9 @@ def _live(
     command: Command,
     log: EventLog,
     *,
+    attempt: int = 0,
+    cache: str = "keep",
+    start_secs: float | None = None,
     close: Callable[[Fault | None, bool], None],
 ) -> ExitCode:
     """Runs a worker; `close` is told how it ended and whether it wrote anything."""
@@ -183,7 +218,7 @@ def _live(
     stops = StopRequests(
         command.config.preemption,
         emit=log,
-        start_secs=command.start_secs or None,
+        start_secs=start_secs,
         leave=leave,
     )
     fault = None
@@ -198,8 +233,8 @@ def _live(
                 workdir=log.path.parent.parent,
                 log=log,
                 stops=stops,
-                attempt=command.attempt,
-                cache=command.compile_cache,
+                attempt=attempt,
+                cache=cache,
             )
             entered = lambda: worker.entered
             _, ending = worker.live()

@@ -33,6 +33,7 @@ from jaxft.recovery.policy import (
     RestartPolicy,
     WorkerExit,
 )
+from jaxft.recovery.workdir import WorkdirLock
 from jaxft.recovery.worker_process import Launch, WorkerProcess
 
 # The same signal again within this time is an echo (a bounced key, a group kill and
@@ -42,6 +43,8 @@ REPEAT_SECS = 3.0
 URGENT_SECS = 1.0
 # Death is seen at once by the end of the pipe, unless a child of the worker holds it.
 _POLL_SECS = 0.1
+# How long two runs can work side by side after the lock was removed.
+_LOOK_SECS = 1.0
 # What a line of the history holds of a reason; people are told the whole.
 MAX_REASON_CHARS = 240
 # After a request to stop these end the run as stopped: a new start looks at them anew.
@@ -95,7 +98,9 @@ class Supervisor:
         grace_secs: time from a request to the worker's end, then it is killed.
         emit: the history; it is opened once a worker's preflight is over, or a
             worker has died of anything but its config or a request to stop.
-        lock_fd: descriptor of the workdir's lock, inherited by workers; -1 for none.
+        lock: the workdir's lock: workers inherit it, and where its names lead
+            elsewhere the run ends, for another may have begun there; None for none.
+        more_fds: other descriptors that workers inherit.
         env: environment of the workers; None for this process's own.
         hear: is given each event of each worker.
         tell: is given a line for people when a worker has died and is replaced.
@@ -110,7 +115,8 @@ class Supervisor:
         signals: Sequence[signal.Signals],
         grace_secs: float,
         emit: EventLog,
-        lock_fd: int = -1,
+        lock: WorkdirLock | None = None,
+        more_fds: Sequence[int] = (),
         env: Mapping[str, str] | None = None,
         hear: Callable[[Event], None] = _ignore,
         tell: Callable[[str], None] = _ignore,
@@ -126,7 +132,8 @@ class Supervisor:
         self._signals = tuple(signals)
         self._grace_secs = grace_secs
         self._emit = emit
-        self._lock_fd = lock_fd
+        self._lock = lock
+        self._more_fds = more_fds
         self._env = env
         self._hear = hear
         self._tell = tell
@@ -139,6 +146,8 @@ class Supervisor:
         self._first_seen: dict[int, float] = {}
         self._stop_reason = ""
         self._kill_at = math.inf
+        self._look_at = -math.inf
+        self._lock_problem = ""
 
     def run(self) -> Outcome:
         """Blocks until the run is over; call it once, in the main thread.
@@ -183,7 +192,7 @@ class Supervisor:
                     selector.unregister(worker.event_fd)
                     listening = False
             self._take_events(worker)
-            if self._clock() >= self._kill_at:
+            if self._lock_is_lost() or self._clock() >= self._kill_at:
                 worker.kill()
         while listening and worker.read():
             pass
@@ -194,8 +203,20 @@ class Supervisor:
         if self._died_at is None:  # Else the loss goes on since an earlier death.
             self._died_at = self._clock()
         ended = worker.heard.exit(status, cache=cache)
+        if self._lock_problem and ended.kind is not None:
+            ended = dataclasses.replace(
+                ended, kind=FaultKind.WORKDIR_IN_USE, evidence=self._lock_problem
+            )
         self._emit("worker_exit", worker_pid=pid, status=status, step=ended.last_step)
         return ended
+
+    def _lock_is_lost(self) -> bool:
+        """Whether the workdir may be another's by now; looks once in a while."""
+        now = self._clock()
+        if self._lock is not None and not self._lock_problem and now >= self._look_at:
+            self._look_at = now + _LOOK_SECS
+            self._lock_problem = self._lock.problem()
+        return bool(self._lock_problem)
 
     def _start(self, cache: CacheMode) -> WorkerProcess:
         # Blocked signals stay pending through exec: one that comes while the new
@@ -205,7 +226,8 @@ class Supervisor:
             return WorkerProcess(
                 self._make_argv,
                 attempt=len(self._history),
-                lock_fd=self._lock_fd,
+                lock_fds=self._lock.filenos() if self._lock else (),
+                more_fds=self._more_fds,
                 cache=cache,
                 env=self._env,
                 hear=self._hear,

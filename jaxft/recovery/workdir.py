@@ -6,7 +6,8 @@ World: host-only. Floor: recovery. Read `jaxft/records.py` before this file and
 The lock is a `flock` on `<workdir>/lock`: the kernel frees it when the last process
 that holds the descriptor is dead, so nothing stale is ever left behind. The text in
 the file only says who it is. On a shared file system it is as good as that file
-system's `flock`.
+system's `flock`. The folder itself is locked as well, where its file system can do
+that: the file may be removed by somebody who takes it for stale.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class WorkdirLock:
     def __init__(self, workdir: pathlib.Path):
         self.workdir = workdir
         self._fd = -1
+        self._folder_fd = -1
         self._made: list[pathlib.Path] = []
         self._text_before: bytes | None = None
 
@@ -96,9 +98,19 @@ class WorkdirLock:
         """The lock file."""
         return self.workdir / "lock"
 
-    def fileno(self) -> int:
-        """The descriptor to hand to a worker; the lock lives while either does."""
-        return self._fd
+    def filenos(self) -> tuple[int, ...]:
+        """Descriptors to hand to a worker; the lock lives while either has them."""
+        return tuple(fd for fd in (self._fd, self._folder_fd) if fd >= 0)
+
+    def problem(self) -> str:
+        """Why the lock keeps nobody out any more, in one line; empty while it does."""
+        names = [(self._fd, self.path), (self._folder_fd, self.workdir)]
+        if not any(fd >= 0 and _leads_elsewhere(path, fd) for fd, path in names):
+            return ""
+        return (
+            f"{self.path} was removed or replaced while the run went on, and another "
+            "run may have begun there: stopped without a further save"
+        )
 
     def release(self, *, undo: bool = False) -> None:
         """Gives the lock back; a worker that inherited it still keeps it.
@@ -109,9 +121,9 @@ class WorkdirLock:
         """
         if undo:
             self._undo()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        for fd in self.filenos():
+            os.close(fd)
+        self._fd = self._folder_fd = -1
         self._made = []
 
     def __enter__(self) -> WorkdirLock:
@@ -153,15 +165,17 @@ class WorkdirLock:
             except FileNotFoundError:
                 return False
             made = True
+        folder_fd = -1
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            folder_fd = _lock_folder(self.workdir)
             # The file that was opened may have been removed by a start that was
             # refused; a lock on it would keep nobody out.
             if not _is_same_file(fd, self.path):
-                os.close(fd)
+                _close(fd, folder_fd)
                 return False
         except OSError as error:
-            os.close(fd)
+            _close(fd, folder_fd)
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 return False
             if made:  # A file system without locks: nobody else can hold it.
@@ -169,7 +183,7 @@ class WorkdirLock:
             raise
         if made:
             self._made.append(self.path)
-        self._fd = fd
+        self._fd, self._folder_fd = fd, folder_fd
         return True
 
     def _write_owner(self) -> None:
@@ -196,6 +210,8 @@ class WorkdirLock:
             return None
 
     def _undo(self) -> None:
+        if self.problem():
+            return  # What is there now is somebody else's.
         if self._fd >= 0 and self._text_before is not None:
             self._write(self._text_before)
         for path in reversed(self._made):
@@ -247,10 +263,40 @@ def absolute(workdir: str | os.PathLike[str]) -> pathlib.Path:
         raise _unusable(text, str(error)) from error
 
 
+def _leads_elsewhere(path: pathlib.Path, fd: int) -> bool:
+    try:
+        return not _is_same_file(fd, path)
+    except OSError:
+        return False  # A file system that does not answer well says nothing.
+
+
+def _lock_folder(folder: pathlib.Path) -> int:
+    """A descriptor that holds the folder's own lock; -1 where there is no such thing.
+
+    Raises:
+        OSError: somebody else holds it.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        if error.errno == errno.EAGAIN:
+            raise
+        return -1  # NFS: what cannot be written to cannot be locked.
+    return fd
+
+
+def _close(*fds: int) -> None:
+    for fd in fds:
+        if fd >= 0:
+            os.close(fd)
+
+
 def _is_same_file(fd: int, path: pathlib.Path) -> bool:
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 

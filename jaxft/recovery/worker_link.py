@@ -16,7 +16,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 # What is kept for a supervisor that does not read; more is dropped, whole lines only.
 MAX_BACKLOG_BYTES = 1 << 22
@@ -31,13 +31,13 @@ class SupervisorLink:
     Args:
         event_fd: write end of the event pipe; see `supervisor.Launch`.
         parent_fd: read end of the pipe that ends with the supervisor.
-        lock_fd: descriptor of the workdir's lock; -1 for none. The worker keeps it
-            open; what the worker starts does not get it.
+        lock_fds: descriptors of the workdir's lock. The worker keeps them open; what
+            the worker starts does not get them.
     """
 
-    def __init__(self, event_fd: int, parent_fd: int, *, lock_fd: int = -1):
+    def __init__(self, event_fd: int, parent_fd: int, *, lock_fds: Sequence[int] = ()):
         self._event_fd = event_fd
-        self._fds = [fd for fd in (event_fd, parent_fd, lock_fd) if fd >= 0]
+        self._fds = [event_fd, parent_fd, *lock_fds]
         self._lock = threading.Lock()
         self._backlog = bytearray()
         for fd in self._fds:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxft import events
-from jaxft.records import EXIT_CODES, ExitCode, FaultKind
+from jaxft.records import ExitCode, FaultKind
 from jaxft.recovery.policy import CacheMode, WorkerExit
 
 _PIPE_BYTES = 1 << 20
@@ -25,20 +25,20 @@ MAX_LINE_BYTES = 1 << 24
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What a new worker has to be told on its command line.
+    """What a new worker has to be told.
 
     Attributes:
         attempt: restarts before it; 0 for the first worker.
         event_fd: descriptor it writes its event lines to.
         parent_fd: descriptor whose end of file means that the supervisor is gone.
-        lock_fd: descriptor of the workdir's lock; -1 for none.
+        lock_fds: descriptors that the workdir's lock lives in.
         cache: how it must use the compile cache.
     """
 
     attempt: int
     event_fd: int
     parent_fd: int
-    lock_fd: int
+    lock_fds: tuple[int, ...]
     cache: CacheMode
 
 
@@ -53,7 +53,8 @@ class WorkerProcess:
     Args:
         make_argv: its command line.
         attempt: restarts before it.
-        lock_fd: descriptor of the workdir's lock; -1 for none.
+        lock_fds: descriptors that the workdir's lock lives in; it inherits them.
+        more_fds: others that it inherits.
         cache: how it must use the compile cache.
         env: its environment; None for this process's own.
         hear: is given each of its events.
@@ -67,7 +68,8 @@ class WorkerProcess:
         make_argv: Callable[[Launch], Sequence[str]],
         *,
         attempt: int,
-        lock_fd: int,
+        lock_fds: Sequence[int],
+        more_fds: Sequence[int],
         cache: CacheMode,
         env: Mapping[str, str] | None,
         hear: Callable[[events.Event], None],
@@ -81,7 +83,7 @@ class WorkerProcess:
             attempt=attempt,
             event_fd=events_in,
             parent_fd=parent_out,
-            lock_fd=lock_fd,
+            lock_fds=tuple(lock_fds),
             cache=cache,
         )
         try:
@@ -89,7 +91,7 @@ class WorkerProcess:
                 make_argv(launch),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                pass_fds=[fd for fd in (events_in, parent_out, lock_fd) if fd >= 0],
+                pass_fds=[events_in, parent_out, *lock_fds, *more_fds],
                 env=env,
             )
         except BaseException:
@@ -155,12 +157,6 @@ class WorkerProcess:
         os.close(self._parent_fd)
 
 
-_EXIT_KINDS = {
-    ExitCode.CRASHED: FaultKind.EXCEPTION,
-    **{c: k for k, c in EXIT_CODES.items() if c is not ExitCode.CRASHED},
-}
-
-
 class Heard:
     """What one worker's event lines say, as far as the supervisor needs it."""
 
@@ -174,6 +170,7 @@ class Heard:
         self.stop_reason = ""
         self.killed_by_us = False
         self._finished = False
+        self._stopped = False
         self._phase = "start"
         self._fault: dict[str, Any] | None = None
 
@@ -203,6 +200,7 @@ class Heard:
                 self.last_step = max(self.last_step, step)
             case "end":
                 self._finished = event.get("reason") == "finished"
+                self._stopped = not self._finished
 
     def _take_step(self, step: int, *, first: object) -> None:
         if not self.reached_first_step:
@@ -211,7 +209,7 @@ class Heard:
         self.last_step = max(self.last_step, step)
 
     def exit(self, status: int, *, cache: CacheMode) -> WorkerExit:
-        """How the worker ended: by its own word, else by its exit status."""
+        """How the worker ended: by its own word, else killed by whatever it was."""
         kind, evidence = self._cause(status)
         return WorkerExit(
             kind=kind,
@@ -240,9 +238,10 @@ class Heard:
             if -status == signal.SIGKILL:
                 hint = " (if nobody sent it, the host may be out of memory: see dmesg)"
             return FaultKind.KILLED, f"killed by {name} {where}{hint}"
-        if status in _EXIT_KINDS:
-            return _EXIT_KINDS[ExitCode(status)], f"left with status {status} {where}"
-        return FaultKind.KILLED, f"left with status {status} {where}, not finished"
+        if self._stopped and status == ExitCode.STOPPED:
+            return FaultKind.STOPPED, f"stopped {where}"
+        # Whatever the status: code of the user's own can leave with any.
+        return FaultKind.KILLED, f"left with status {status} {where} without a word"
 
 
 def _signal_name(number: int) -> str:

@@ -78,7 +78,8 @@ class Run:
 
     def _make_argv(self, launch: Launch) -> list[str]:
         self.launches.append(launch)
-        numbers = (launch.attempt, launch.event_fd, launch.parent_fd, launch.lock_fd)
+        lock_fd = (*launch.lock_fds, -1)[0]
+        numbers = (launch.attempt, launch.event_fd, launch.parent_fd, lock_fd)
         words = [*map(str, numbers), str(launch.cache)]
         return [sys.executable, "-S", "-c", self.script, *words]
 

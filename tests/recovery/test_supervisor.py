@@ -192,10 +192,32 @@ def test_faults_that_end_the_run(make_run, kind, code):
     assert outcome.num_restarts == 0
     assert outcome.fault.kind == kind
     assert outcome.reason == "one line"
-    # By the exit status alone, where the pipe was of no use.
-    outcome = make_run(f"sys.exit({code})", name="mute").run()
-    assert outcome.exit_code == code
-    assert outcome.fault.kind == kind
+
+
+@pytest.mark.parametrize("status", [0, 3, 70, 75, 78])
+def test_a_status_without_a_word_says_nothing(make_run, status):
+    """Code of the user's own can leave with any: only events tell of the worker."""
+    run = make_run(f"finish() if attempt else os._exit({status})")
+    outcome = run.run()
+    assert (outcome.exit_code, outcome.num_restarts) == (0, 1)
+    (first, _) = run.events("decision")
+    assert (first["action"], first["cause"]) == ("restart", "killed")
+    assert f"left with status {status} " in first["reason"]
+    assert "without a word" in first["reason"]
+
+
+def test_a_stop_without_a_request_is_no_stop(make_run):
+    """The event and the status only together."""
+    run = make_run(
+        """
+        if attempt: finish()
+        emit("end", step=3, reason="stopped")
+        sys.exit(1)
+        """,
+    )
+    assert run.run().num_restarts == 1
+    run = make_run('emit("end", step=3, reason="stopped"); sys.exit(75)', name="both")
+    assert run.run().exit_code == ExitCode.STOPPED
 
 
 def test_refused_before_the_preflight_writes_nothing(make_run, tmp_path):
@@ -278,16 +300,11 @@ def test_reasons_are_whole_for_people_and_short_in_the_history(make_run):
         assert len(event["reason"]) == MAX_REASON_CHARS
 
 
-def test_an_unknown_fault_leaves_the_status(make_run):
-    run = make_run('emit("fault", fault="gremlins", step="?"); sys.exit(77)')
-    assert run.run().exit_code == ExitCode.OUT_OF_MEMORY
-
-
-def test_zero_without_an_end_is_not_finished(make_run):
-    run = make_run("finish() if attempt else os._exit(0)")
-    outcome = run.run()
-    assert (outcome.exit_code, outcome.num_restarts) == (0, 1)
-    assert "not finished" in run.events("decision")[0]["reason"]
+def test_an_unknown_fault_is_a_crash(make_run):
+    run = make_run(
+        'emit("fault", fault="gremlins", step="?"); sys.exit(77)', max_restarts=0
+    )
+    assert run.run().exit_code == ExitCode.CRASHED
 
 
 def test_a_crash_after_the_end_is_finished(make_run):
@@ -312,9 +329,10 @@ def test_pipe_closed_early(make_run):
         time.sleep(0.3)
         sys.exit(77)
         """,
+        max_restarts=0,
     )
     cpu = time.process_time()
-    assert run.run().exit_code == ExitCode.OUT_OF_MEMORY
+    assert run.run().exit_code == ExitCode.CRASHED
     assert time.process_time() - cpu < 0.25  # It does not spin on the closed pipe.
 
 

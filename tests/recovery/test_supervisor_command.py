@@ -30,9 +30,9 @@ from jaxft.config import PreemptionConfig
 from jaxft.events import EventLog
 from jaxft.faults.preemption import StopRequests
 from jaxft.recovery.worker_link import SupervisorLink
-event_fd, parent_fd, lock_fd = map(int, sys.argv[1:4])
-link = SupervisorLink(event_fd, parent_fd, lock_fd=lock_fd)
-log = EventLog(sys.argv[4], role="work", tee=link.send)
+event_fd, parent_fd, *lock_fds = map(int, sys.argv[2:])
+link = SupervisorLink(event_fd, parent_fd, lock_fds=lock_fds)
+log = EventLog(sys.argv[1], role="work", tee=link.send)
 with StopRequests(PreemptionConfig(), emit=log) as stops:
     log("preflight_done")
     child = os.fork()
@@ -55,15 +55,18 @@ except FaultError as error:
     sys.exit(error.fault.exit_code)
 outcome = Supervisor(
     lambda launch: [sys.executable, "-c", WORKER, *map(str, (
-        launch.event_fd, launch.parent_fd, launch.lock_fd, lock.workdir / "events"))],
+        lock.workdir / "events", launch.event_fd, launch.parent_fd,
+        *launch.lock_fds))],
     config=SupervisorConfig(),
     signals=(signal.SIGTERM, signal.SIGINT),
     grace_secs=5.0,
     emit=EventLog(lock.workdir / "events", role="supervise"),
-    lock_fd=lock.fileno(),
+    lock=lock,
 ).run()
-lock.release()
+lock.release(undo=not outcome.preflight_done)
 print("outcome", int(outcome.exit_code), outcome.committed_step, outcome.num_restarts)
+if outcome.fault.kind == "workdir_in_use":
+    print(outcome.reason)
 sys.exit(outcome.exit_code)
 """
 
@@ -170,6 +173,26 @@ def wait_for_states(pids: list[int], states: str) -> None:
     while not all(state(pid) in states for pid in pids):
         assert time.monotonic() < deadline, [state(pid) for pid in pids]
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("how", ["file", "file again", "folder", "folder again"])
+def test_a_lock_that_was_removed_ends_the_run(command, tmp_path, wait_until_dead, how):
+    """Somebody took it for stale: two runs must not write into one workdir."""
+    process, (_, worker, _) = command()
+    workdir = tmp_path / "run"
+    if "file" in how:
+        (workdir / "lock").unlink()
+    else:
+        workdir.rename(tmp_path / "aside")
+    if "again" in how:
+        workdir.mkdir(exist_ok=True)
+        (workdir / "lock").write_text("another's")
+    out, _ = process.communicate(timeout=5)
+    assert process.returncode == ExitCode.WORKDIR_IN_USE
+    assert "removed or replaced while the run went on" in out
+    wait_until_dead(int(worker))
+    if "again" in how:
+        assert (workdir / "lock").read_text() == "another's"
 
 
 def test_ctrl_z_stops_the_worker_too_and_fg_wakes_it(command):

@@ -45,7 +45,10 @@ def test_a_signal_while_python_starts_is_not_lost(make_run, tmp_path):
     run = make_run(
         """
         time.sleep(0.3)
-        signal.signal(signal.SIGINT, lambda n, f: os._exit(75))
+        def leave(number, frame):
+            emit("end", step=-1, reason="stopped by SIGINT")
+            os._exit(75)
+        signal.signal(signal.SIGINT, leave)
         listen()
         time.sleep(20)
         """,
@@ -56,6 +59,26 @@ def test_a_signal_while_python_starts_is_not_lost(make_run, tmp_path):
     assert not outcome.preflight_done
     assert list(tmp_path.iterdir()) == []
     assert time.monotonic() - begun < 3
+
+
+def test_a_signal_that_is_ignored_from_the_start_stays_ignored(make_run):
+    """As nohup does it; the worker inherits it."""
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        run = make_run(
+            """
+            emit("preflight_done")
+            listen()
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.6)
+            finish()
+            """,
+        )
+        outcome = run.run((0.3, signal.SIGUSR1))
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert (outcome.exit_code, outcome.num_restarts) == (ExitCode.FINISHED, 0)
 
 
 def test_a_worker_that_ignores_the_request_is_killed_after_the_grace(make_run):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -30,7 +31,7 @@ from jaxft.recovery.workdir import WorkdirLock
 lock = WorkdirLock.acquire(sys.argv[1])
 worker = subprocess.Popen(
     [sys.executable, "-c", f"import time; time.sleep({sys.argv[2]})"],
-    pass_fds=[lock.fileno()],
+    pass_fds=lock.filenos(),
     stdout=subprocess.DEVNULL,
 )
 print("held", worker.pid, flush=True)
@@ -87,7 +88,8 @@ def test_makes_the_folder_and_names_the_owner(tmp_path):
         assert lock.workdir == tmp_path / "a" / "b"
         owner = json.loads((tmp_path / "a/b/lock").read_text())
         assert owner["pid"] == os.getpid()
-        assert os.get_inheritable(lock.fileno()) is False
+        assert len(lock.filenos()) == 2
+        assert not any(map(os.get_inheritable, lock.filenos()))
     with WorkdirLock.acquire(tmp_path / "a" / "b"):
         pass
 
@@ -231,8 +233,48 @@ def test_a_lock_on_a_removed_file_is_no_lock(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", flock)
     with WorkdirLock.acquire(tmp_path) as lock:
         assert removed
-        assert os.path.samestat(os.fstat(lock.fileno()), path.stat())
+        assert os.path.samestat(os.fstat(lock.filenos()[0]), path.stat())
         assert refusal(tmp_path)[0] is FaultKind.WORKDIR_IN_USE
+
+
+def test_a_folder_whose_lock_file_is_removed_stays_locked(tmp_path):
+    with WorkdirLock.acquire(tmp_path) as lock:
+        assert lock.problem() == ""
+        lock.path.unlink()
+        assert str(lock.path) in lock.problem()
+        assert "\n" not in lock.problem()
+        with pytest.raises(FaultError, match="in use"):
+            WorkdirLock.acquire(tmp_path)
+    WorkdirLock.acquire(tmp_path).release()
+
+
+def test_undo_leaves_what_took_the_place_of_the_workdir(tmp_path):
+    workdir = tmp_path / "run"
+    lock = WorkdirLock.acquire(workdir)
+    workdir.rename(tmp_path / "aside")
+    with WorkdirLock.acquire(workdir) as other:
+        assert lock.problem() != ""
+        lock.release(undo=True)
+        assert other.problem() == ""
+
+
+def test_a_file_system_that_locks_no_folder(tmp_path, monkeypatch):
+    """As NFS: what is open for reading alone cannot be locked."""
+    real = fcntl.flock
+
+    def flock(fd, how):
+        if os.path.isdir(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.EBADF, "no")
+        real(fd, how)
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    num_fds = len(os.listdir("/proc/self/fd"))
+    with WorkdirLock.acquire(tmp_path) as lock:
+        assert len(lock.filenos()) == 1
+        assert lock.problem() == ""
+        with pytest.raises(FaultError, match="in use"):
+            WorkdirLock.acquire(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == num_fds
 
 
 def test_many_at_once_one_wins(tmp_path):
