@@ -128,7 +128,7 @@ class Loop:
             pending = output
         self._read(pending, self.step)
         self._flush()
-        if parts.manager.latest() != self.step:
+        if parts.manager.last_committed != self.step:
             self._save(state, force=True)
         parts.manager.wait()
         return state, Ending.FINISHED

@@ -150,13 +150,10 @@ class Worker:
         return state, ending
 
     def _preflight(self, parts: Parts) -> None:
-        """Refuses what cannot be resumed, from what is on disk."""
+        """Refuses what cannot be saved or resumed, from what is on disk."""
         root = parts.manager.root
-        try:
-            newest = parts.manager.latest()
-        except OSError as error:
-            problem = f"{root} cannot be read: {error.strerror}"
-            raise ConfigError("checkpoint", problem) from error
+        parts.manager.check(parts.train_step.abstract_state)
+        newest = parts.manager.latest()
         mode = self._config.resume.mode
         if mode is ResumeMode.NEVER and newest is not None:
             raise ConfigError(
@@ -170,9 +167,10 @@ class Worker:
         if newest is None:
             return
         # A record that cannot be read is for the restore to deal with.
-        with contextlib.suppress(OSError, layout.RecordError, layout.ForeignError):
+        with contextlib.suppress(OSError, layout.RecordError):
             record = layout.read_record(layout.step_path(root, newest))
-            self._compare(parts, record["run"])
+            if not _damage(record):
+                self._compare(parts, record["run"])
 
     def _compare(self, parts: Parts, record: dict[str, Any]) -> dict[str, Any]:
         saved = record.get("facts", {})
@@ -228,7 +226,7 @@ class Worker:
     ) -> tuple[TrainState, int, int]:
         """The newest good state or that of step 0, its label, the evaluated step."""
         self._log("phase", name="restore")
-        restored = parts.manager.restore(parts.train_step.abstract_state)
+        restored = parts.manager.restore(parts.train_step.abstract_state, check=_damage)
         if restored is None:
             self._log("phase", name="init")
             progress.note("a fresh start: compiling")
@@ -246,7 +244,7 @@ class Worker:
         if changes:
             progress.note(f"resuming with other settings: {', '.join(changes)}")
         if restored.data.get("step") != restored.step:
-            # Damaged, or saved by another loop: its data position is not ours.
+            # Saved by another loop: its data position is not ours.
             raise FaultError(
                 Fault(
                     kind=FaultKind.NO_CHECKPOINT,
@@ -292,6 +290,22 @@ class Worker:
             parts.manager.wait(timeout_secs=self._config.checkpoint.timeout_secs)
         except FaultError as error:
             self._log("save_failed", step=error.fault.step, reason=str(error))
+
+
+def _damage(record: dict[str, Any]) -> str:
+    """Why the record of one of our runs is not as it was saved; empty if it is."""
+    run, data = record["run"], record["data"]
+    if any(not isinstance(run.get(name, {}), dict) for name in ("facts", "config")):
+        return "its settings cannot be understood"
+    windows = data.get("skipped")
+    is_whole = isinstance(windows, list) and all(
+        isinstance(window, list) and [type(x) for x in window] == [int, int]
+        for window in windows
+    )
+    # Other loops have no facts, and may have any data position.
+    if "facts" in run and (data.get("step") != record["step"] or not is_whole):
+        return "it holds no data position of its step"
+    return ""
 
 
 def _write_config(path: pathlib.Path, config: Config) -> None:

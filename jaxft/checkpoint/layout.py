@@ -24,7 +24,6 @@ import math
 import os
 import pathlib
 import re
-import stat
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -52,10 +51,6 @@ class LeafError(ValueError):
 
 class RecordError(ValueError):
     """A run record that cannot be understood: the step is damaged."""
-
-
-class ForeignError(ValueError):
-    """A step that something else wrote."""
 
 
 # --- leaf names ---------------------------------------------------------------
@@ -200,6 +195,16 @@ def leaf_specs(record: Mapping[str, Any]) -> dict[str, LeafSpec]:
 # --- the run record -----------------------------------------------------------
 
 
+_RECORD_TYPES: dict[str, tuple[type, ...]] = {
+    "step": (int,),
+    "time": (int, float),
+    "data": (dict,),
+    "run": (dict,),
+    "metrics": (dict,),
+    "state": (dict, list),
+}
+
+
 def make_record(
     step: int,
     *,
@@ -268,29 +273,34 @@ def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         OSError: it cannot be read.
         RecordError: it is damaged.
-        ForeignError: something else wrote the step.
         FaultError: a newer jaxft wrote it (kind CONFIG).
     """
     file = pathlib.Path(path, RUN_ITEM, RECORD_FILE)
     try:
         record = json.loads(file.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RecordError(f"{file} is not JSON: {error}") from error
     form = record.get("format") if isinstance(record, dict) else None
-    if not isinstance(form, dict) or form.get("name") != FORMAT_NAME:
-        raise ForeignError(f"{file} is not a run record of {FORMAT_NAME}")
-    if form.get("version") != FORMAT_VERSION:
+    form = form if isinstance(form, dict) else {}
+    version = form.get("version")
+    if form.get("name") != FORMAT_NAME or type(version) is not int or version < 1:
+        # A foreign record or ours with a flipped bit: nobody can tell.
+        raise RecordError(f"{file} is not a run record of {FORMAT_NAME}")
+    if version != FORMAT_VERSION:
         text = (
-            f"{path} is written as {FORMAT_NAME} {form.get('version')}, this jaxft "
-            f"reads {FORMAT_NAME} {FORMAT_VERSION}: use the jaxft that wrote it"
+            f"{path} is written as {FORMAT_NAME} {version}, this jaxft reads "
+            f"{FORMAT_NAME} {FORMAT_VERSION}: use the jaxft that wrote it"
         )
         raise records.FaultError(
             records.Fault(kind=records.FaultKind.CONFIG, evidence=text)
         )
-    missing = {"step", "time", "data", "run", "metrics", "state"} - record.keys()
-    if missing:
-        raise RecordError(f"{file} lacks {sorted(missing)}")
-    record["metrics"] = {name: float(x) for name, x in record["metrics"].items()}
+    for name, kinds in _RECORD_TYPES.items():
+        if type(record.get(name)) not in kinds:
+            raise RecordError(f"{file} has no {name} that can be understood")
+    try:
+        record["metrics"] = {name: float(x) for name, x in record["metrics"].items()}
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RecordError(f"{file} has metrics that are no numbers") from error
     return record
 
 
@@ -303,7 +313,7 @@ class Discovery:
 
     Attributes:
         committed: the steps, ascending; readable or not is for the reader to find.
-        foreign: (path, reason) of folders named like a step that are none.
+        foreign: (path, reason) of what is named like a step and is none of ours.
         unfinished: (path, step) of what an interrupted save or deletion left.
         set_aside: paths of quarantined and abandoned steps.
     """
@@ -402,12 +412,10 @@ def _look(path: str) -> records.CheckpointInfo | str:
     """Facts of a step folder, or why a folder with a step's name is none."""
     changed = 0.0
     try:
-        run = os.stat(os.path.join(path, RUN_ITEM))
-        changed = run.st_mtime
-        if not stat.S_ISDIR(run.st_mode):
-            return f"its {RUN_ITEM} is not a folder"
+        changed = os.stat(os.path.join(path, RUN_ITEM)).st_mtime
     except FileNotFoundError:
-        return f"it has no {RUN_ITEM} folder"
+        if not _had_run_item(path):
+            return f"it has no {RUN_ITEM} folder"
     except NotADirectoryError:
         return "not a folder"
     except OSError:
@@ -415,6 +423,15 @@ def _look(path: str) -> records.CheckpointInfo | str:
     return records.CheckpointInfo(
         step=int(os.path.basename(path)), path=path, commit_secs=changed
     )
+
+
+def _had_run_item(path: str) -> bool:
+    """Whether Orbax's own notes say that there was a run record: ours, damaged."""
+    try:
+        notes = json.loads(pathlib.Path(path, "_CHECKPOINT_METADATA").read_bytes())
+        return RUN_ITEM in notes["item_handlers"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def count_bytes(path: str | os.PathLike[str]) -> int:
@@ -439,6 +456,19 @@ def sync_folder(path: str | os.PathLike[str]) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def check_writable(root: str) -> None:
+    """Asks, without a try, whether a save could make its folders.
+
+    Raises:
+        OSError: it could not.
+    """
+    folder = root
+    while not os.path.lexists(folder):
+        folder = os.path.dirname(folder)
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
+        raise OSError(f"{folder} is no folder that can be written")
 
 
 def make_root(root: str) -> None:

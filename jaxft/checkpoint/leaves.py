@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -89,6 +89,31 @@ def encode(state: PyTree) -> tuple[PyTree, Any]:
     Raises:
         LeafError: a leaf, or its path, cannot be stored; the text names it.
     """
+    return _walk_state(state, _encode_leaf)
+
+
+def check(target: PyTree) -> None:
+    """Refuses what `encode` will refuse of a state like this one.
+
+    Args:
+        target: the state, as values or `jax.ShapeDtypeStruct`.
+
+    Raises:
+        LeafError: see `encode`.
+    """
+
+    def type_of(leaf: Any, path: tuple[str, ...]) -> tuple[Any, str]:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return None, str(_array_spec(leaf, "/".join(path)))
+        return _encode_leaf(leaf, path)
+
+    _walk_state(target, type_of)
+
+
+def _walk_state(
+    state: PyTree, encode_leaf: Callable[[Any, tuple[str, ...]], tuple[Any, str]]
+) -> tuple[PyTree, Any]:
+    """The two trees of `encode`, of what `encode_leaf(leaf, path)` gives."""
     paths: list[tuple[str, ...]] = []
 
     def walk(node: Any, path: tuple[str, ...]) -> tuple[Any, Any]:
@@ -97,7 +122,7 @@ def encode(state: PyTree) -> tuple[PyTree, Any]:
             if not path:
                 raise layout.LeafError("the state is a single leaf: put it in a dict")
             paths.append(path)
-            return _encode_leaf(node, path)
+            return encode_leaf(node, path)
         if node is None:
             return None, None
         pairs = {}
@@ -189,6 +214,12 @@ def _encode_array(value: jax.Array, name: str) -> tuple[Any, str]:
         raise layout.LeafError(
             f"leaf {name} is deleted: it was donated before the save"
         )
+    spec = _array_spec(value, name)
+    return None if spec.is_empty else _to_bytes(value, spec.dtype), str(spec)
+
+
+def _array_spec(value: jax.Array | jax.ShapeDtypeStruct, name: str) -> layout.LeafSpec:
+    """Type and shape of a JAX array that can be stored."""
     is_weak = getattr(value, "weak_type", False)  # which typed keys do not have
     if is_weak and (value.ndim or value.dtype not in _weak_dtypes()):
         raise layout.LeafError(
@@ -201,9 +232,7 @@ def _encode_array(value: jax.Array, name: str) -> tuple[Any, str]:
         _check_dtype(spec.dtype, name)
     elif spec.is_empty:
         raise layout.LeafError(f"leaf {name} is an array of no random keys")
-    if spec.is_empty:
-        return None, str(spec)
-    return _to_bytes(value, spec.dtype), str(spec)
+    return spec
 
 
 def _weak_dtypes() -> set[Any]:

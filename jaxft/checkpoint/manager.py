@@ -32,8 +32,8 @@ import numpy as np
 from absl import logging
 
 from jaxft import config, records
-from jaxft.checkpoint import at_exit, layout, leaves, orbax_io, policies
-from jaxft.checkpoint.restore import Restored, restore_newest
+from jaxft.checkpoint import at_exit, layout, leaves, orbax_io, policies, retention
+from jaxft.checkpoint.restore import Check, Restored, refuse_foreign, restore_newest
 
 PyTree = Any
 
@@ -323,44 +323,44 @@ class CheckpointManager:
     def _retain(self, committed: int) -> None:
         """Deletes what the policy does not keep, as the disk is now."""
         with self._retention_lock:
-            try:
-                found = layout.discover(self.root)
-            except (OSError, records.FaultError) as error:
-                self._emit("delete_failed", path=self.root, reason=str(error))
-                return
-            for info in policies.plan_deletions(
-                found.committed, keep=self._keep_policy
-            ):
-                self._delete(info.step, info.path)
-            for path, step in found.unfinished:
-                if step <= committed and step != self.in_flight:
-                    self._delete(step, path)
-
-    def _delete(self, step: int, path: str) -> None:
-        try:
-            if layout.TMP_MARK not in os.path.basename(path):
-                # Half a deletion must not look like a step.
-                doomed = f"{path}{layout.TMP_MARK}-deleted"
-                orbax_io.remove(doomed)
-                os.rename(path, doomed)
-                path = doomed
-            orbax_io.remove(path)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            self._emit("delete_failed", path=path, reason=str(error))
-            return
-        self._emit("deleted", step=step, path=path)
+            retention.retain(
+                self.root,
+                keep=self._keep_policy,
+                committed=committed,
+                in_flight=self.in_flight,
+                emit=self._emit,
+            )
 
     # --- what is there --------------------------------------------------------
 
-    def restore(self, target: PyTree, *, step: int | None = None) -> Restored | None:
-        """The newest readable step, or exactly `step`; see `restore_newest`.
+    def check(self, target: PyTree) -> None:
+        """Refuses before the first step what would fail at the first save.
 
-        Waits for a save in flight first.
+        Args:
+            target: the state, as values or `jax.ShapeDtypeStruct`.
+
+        Raises:
+            ConfigError: the root is no folder to be read and written, its newest or
+                only step is not ours, or a leaf of the target cannot be stored.
         """
+        try:
+            refuse_foreign(layout.discover(self.root))
+            layout.check_writable(self.root)
+            leaves.check(target)
+        except (records.FaultError, OSError, layout.LeafError) as error:
+            raise config.ConfigError("checkpoint", str(error)) from error
+
+    def restore(
+        self, target: PyTree, *, step: int | None = None, check: Check | None = None
+    ) -> Restored | None:
+        """Waits for a save in flight; then see `jaxft.checkpoint.restore`."""
         self._wait_for_flight(self._timeout_secs)
-        restored = restore_newest(self.root, target, step=step, emit=self._emit)
+        restored = restore_newest(
+            self.root, target, step=step, check=check, emit=self._emit
+        )
+        if jax.process_index() == 0:
+            with self._retention_lock:
+                retention.finish_deletions(self.root, emit=self._emit)
         if restored is not None:
             self._last_step, self._last_secs = restored.step, self._timer()
             with self._lock:

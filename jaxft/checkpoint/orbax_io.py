@@ -310,7 +310,6 @@ def probe(path: str) -> str:
 
     Raises:
         FaultError: the step is of an unknown format.
-        ForeignError: something else wrote the step.
         MemoryError: and other failures of this process.
     """
     try:
@@ -325,8 +324,7 @@ def probe(path: str) -> str:
                 part, size = {}, 0
         _read_part(path, record, part)
     except Exception as error:
-        known = isinstance(error, records.FaultError | layout.ForeignError)
-        if known or is_process_failure(error):
+        if isinstance(error, records.FaultError) or is_process_failure(error):
             raise
         return f"{type(error).__name__}: {first_line(error)}"
     return ""

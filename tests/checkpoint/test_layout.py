@@ -105,18 +105,50 @@ def test_an_unknown_format_is_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "error"),
+    "text",
     [
-        ("{", layout.RecordError),
-        ("", layout.RecordError),
-        ("[]", layout.ForeignError),
-        ('{"a": 1}', layout.ForeignError),
-        ('{"format": {"name": "jaxft-checkpoint", "version": 1}}', layout.RecordError),
+        *("{", "", "[]", "null", '{"a": 1}', "[" * 100_000, "\udcff"),
+        json.dumps(_record()).replace("jaxft-checkpoint", "jaxft-checkpoins"),
+        '{"format": {"name": "jaxft-checkpoint", "version": 1}}',
     ],
 )
-def test_damaged_and_foreign_records_differ(tmp_path, text, error):
-    _write(tmp_path / "3", text)
-    with pytest.raises(error):
+def test_what_is_no_record_is_damage(tmp_path, text):
+    _write(tmp_path / "3", "")
+    (tmp_path / "3/run/metadata").write_text(text, errors="surrogateescape")
+    with pytest.raises(layout.RecordError):
+        layout.read_record(tmp_path / "3")
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, True, -1.5, "text", [], [1], {"a": []}, {"a": "b"}, {"a": 10**400}]
+)
+def test_a_wrong_type_anywhere_in_a_record_is_damage(tmp_path, wrong):
+    """Or is taken as it is: never another exception, for whoever reads it next."""
+    _write(tmp_path / "3", "")
+    refused = []
+    for name in _record():
+        text = json.dumps(_record() | {name: wrong})
+        (tmp_path / "3/run/metadata").write_text(text)
+        try:
+            layout.leaf_specs(layout.read_record(tmp_path / "3"))
+        except layout.RecordError:
+            refused.append(name)
+    free = {"timeline"}  # which nobody reads
+    if isinstance(wrong, dict):
+        free |= {"data", "run"}
+    if isinstance(wrong, float):
+        free |= {"time"}
+    if wrong in ([], {"a": []}):  # no leaf
+        free |= {"state"}
+    assert set(_record()) - set(refused) == free
+
+
+@pytest.mark.parametrize("version", [None, True, "1", 1.0, 0, -1, []])
+def test_a_version_that_never_was_is_damage(tmp_path, version):
+    record = _record()
+    record["format"]["version"] = version
+    _write(tmp_path / "3", record)
+    with pytest.raises(layout.RecordError):
         layout.read_record(tmp_path / "3")
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxft import config
-from jaxft.checkpoint import layout, manager, orbax_io
+from jaxft.checkpoint import layout, manager, orbax_io, retention
 
 pytestmark = pytest.mark.device
 
@@ -428,7 +428,7 @@ def test_a_step_removed_by_hand_does_not_disturb(tmp_path):
         tmp_path, keep="last(1)", emit=events
     ) as checkpoints:
         orbax_io.remove(str(tmp_path / "1"))
-        checkpoints._delete(1, str(tmp_path / "1"))
+        retention.delete(1, path=str(tmp_path / "1"), emit=events)
         checkpoints.save(3, _state(3))
     assert os.listdir(tmp_path) == ["3"]
     assert events.of("delete_failed") == []

@@ -1,5 +1,6 @@
 """What a start does with what it finds."""
 
+import json
 import os
 import pathlib
 import shutil
@@ -10,9 +11,10 @@ import tempfile
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
-from jaxft import records
+from jaxft import config, records
 from jaxft.checkpoint import leaves, manager, restore
 
 pytestmark = [
@@ -163,6 +165,74 @@ def test_a_step_under_another_name_is_damage(tmp_path):
     events = Events()
     _assert_is(restore.restore_newest(tmp_path, _state(0), emit=events), 10)
     assert events.of("quarantine")[0]["reason"] == "it says that it is step 10"
+
+
+def _change(record, change):
+    record.chmod(0o644)
+    record.write_text(json.dumps(change(json.loads(record.read_text()))))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda record: record | {"format": {"name": "jaxft-checkpoins", "version": 1}},
+        lambda record: record | {"run": None},
+        lambda record: record | {"metrics": []},
+        lambda record: record | {"data": {"step": 7}},
+        lambda record: record | {"state": {"w": "int"}} | {"step": None},
+    ],
+)
+def test_a_record_that_cannot_be_understood_is_damage(tmp_path, change):
+    with manager.CheckpointManager(tmp_path) as checkpoints:
+        for step in (10, 20):
+            checkpoints.save(step, _state(step), data={"step": step}, force=True)
+    _change(tmp_path / "20/run/metadata", change)
+
+    def check(record):
+        return "" if record["data"]["step"] == record["step"] else "another position"
+
+    events = Events()
+    with manager.CheckpointManager(tmp_path, emit=events) as checkpoints:
+        assert checkpoints.latest() == 20
+        _assert_is(checkpoints.restore(_state(0), check=check), 10)
+        assert checkpoints.last_committed == 10
+        assert events.of("quarantine")[0]["step"] == 20
+        assert checkpoints.save(20, _state(20))
+    assert sorted(os.listdir(tmp_path)) == ["10", "20", "20.quarantined-1"]
+    _assert_is(restore.restore_newest(tmp_path, _state(0)), 20)
+
+
+def test_a_step_without_its_record_is_still_ours(tmp_path):
+    _fill(tmp_path, 10, 20)
+    shutil.rmtree(tmp_path / "20/run")
+    _assert_is(restore.restore_newest(tmp_path, _state(0)), 10)
+    assert (tmp_path / "20.quarantined-1/state").is_dir()
+
+
+@pytest.mark.parametrize("item", ["default", "state"])
+@pytest.mark.parametrize("ours", [(), (10,), (10, 40)])
+def test_steps_of_a_plain_orbax_are_never_passed_over(tmp_path, item, ours):
+    _fill(tmp_path, *ours)
+    saved = ocp.args.PyTreeSave({"w": np.ones(3)})
+    args = saved if item == "default" else ocp.args.Composite(state=saved)
+    with ocp.CheckpointManager(tmp_path) as theirs:
+        for step in (20, 30):
+            theirs.save(step, args=args)
+    before = _files(tmp_path)
+    if 40 in ours:  # An older one is no reason to stop.
+        _assert_is(restore.restore_newest(tmp_path, _state(0)), 40)
+        manager.CheckpointManager(tmp_path).check(_state(0))
+    else:
+        with pytest.raises(records.FaultError) as fault:
+            restore.restore_newest(tmp_path, _state(0))
+        assert fault.value.fault.kind is records.FaultKind.CONFIG
+        with pytest.raises(config.ConfigError) as error:
+            manager.CheckpointManager(tmp_path).check(_state(0))
+        for line in (str(fault.value), str(error.value)):
+            assert str(tmp_path / "30") in line or str(tmp_path / "20") in line
+            assert "use another workdir, or move it away" in line
+            assert "\n" not in line
+    assert _files(tmp_path) == before
 
 
 def test_none_left_is_an_error_and_stays_one(tmp_path):
