@@ -107,7 +107,6 @@ def supervise(command: Command) -> int:
         )
     started = time.time()
     config = command.config
-    _check_pickle(config)
     summary = Summary()
     with (
         WorkdirLock.acquire(command.workdir) as lock,
@@ -142,16 +141,6 @@ def supervise(command: Command) -> int:
         ending = _ending(outcome.fault, reason=outcome.reason, verdict=outcome.verdict)
         _conclude(summary, log=log, workdir=lock.workdir, ending=ending)
     return outcome.exit_code
-
-
-def _check_pickle(config: configs.Config) -> None:
-    try:
-        if b"jaxft_config_file" not in pickle.dumps(config):
-            return
-        problem = "it holds a class that only the config file knows"
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        problem = str(error)
-    raise ConfigError("", f"the config cannot be handed to a worker: {problem}")
 
 
 def _work_for_supervisor(fd: int) -> int:

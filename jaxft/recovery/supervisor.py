@@ -310,7 +310,7 @@ class Supervisor:
         origin = "the newest checkpoint" if known else "the beginning"
         delay = f" in {action.delay_secs:.0f} s" if action.delay_secs >= 1 else ""
         self._tell(
-            f"worker died {where}: {action.reason[:MAX_REASON_CHARS]}; "
+            f"worker died {where}: {action.reason}; "
             f"restarting{delay} from {origin} "
             f"(restart {len(self._history)}, {action.budget_left} left)"
         )

@@ -1,7 +1,9 @@
 """Killed anywhere, a run goes on by itself and ends with the same bits."""
 
 import os
+import pathlib
 import random
+import shutil
 import signal
 import time
 from typing import Any
@@ -138,3 +140,29 @@ def test_a_save_that_fails_for_a_moment_ends_no_run(command: Any, same: Any) -> 
     (fault,) = run.events("fault")
     assert fault["fault"] == "save_failed"
     same(run, reference, 300)
+
+
+def test_a_config_file_that_changes_meanwhile_is_for_the_next_command(
+    command: Any, same: Any, tmp_path: Any, monkeypatch: Any
+) -> None:
+    reference = command("reference", train__num_steps=300)
+    assert reference.run()[0] == 0
+    run = command("run", train__num_steps=300)
+    (word,) = [word for word in run.argv() if word.startswith("--config=")]
+    file = tmp_path / "mine.py"
+    shutil.copy(word.removeprefix("--config="), file)
+    argv = [f"--config={file}" if w == word else w for w in run.argv()]
+    monkeypatch.setattr(run, "argv", lambda: argv)
+    run.start()
+    run.wait_for(lambda: run.events("step"))
+    file.write_text("raise RuntimeError('half written')")
+    pid = run.events("launch")[0]["worker_pid"]
+    # Who reads the list of processes sees the command that it came from.
+    words = pathlib.Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    assert set(argv[3:]) < set(words)
+    os.kill(pid, signal.SIGKILL)
+    code, out, err = run.finish()
+    assert code == 0, (out, err)
+    assert len(run.events("launch")) == 2
+    same(run, reference, 300)
+    assert run.run()[0] == 78

@@ -77,6 +77,7 @@ def test_wrong_words(command: Any, role: str) -> None:
         ("c.data = None", "config.data: must be a DataConfig"),
         ("c.train.num_steps = 30.5", "config.train.num_steps: must be a whole number"),
         ("c.model.options.f = print", "config.model.options.f: options hold JSON"),
+        ("class Own(Config): pass\n  return Own()", ", not a jaxft.Config"),
     ],
 )
 def test_wrong_config_files(
