@@ -274,7 +274,7 @@ def test_each_restart_is_told_in_a_line(make_run):
     assert first.startswith("worker died before its first step: killed by SIGKILL in ")
     assert first.endswith("restarting from the beginning (restart 1, 4 left)")
     assert second.startswith("worker died at step 8: xxx")
-    assert len(second) < 400
+    assert "x" * 3000 in second  # A path cut in the middle would help nobody.
     assert second.endswith("restarting from the newest checkpoint (restart 2, 3 left)")
     assert third.startswith("worker died at step 9: killed by SIGKILL in phase start (")
 
