@@ -115,5 +115,5 @@ def test_killed_at_the_kth_call(tmp_path, calls, full):
             checkpoints.save(at + 1, _target() | {"step": at + 1})
         assert sorted(os.listdir(root)) == [str(at), str(at + 1)]
         shutil.rmtree(root)
-    # Which thread makes a call varies: the last k may be one too many.
-    assert sum(killed.values()) >= len(killed) - 1
+    # Which thread makes a call varies from save to save: the last k may be too many.
+    assert all(killed[k] for k in killed if k <= 2 * most // 3), killed
