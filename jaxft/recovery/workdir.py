@@ -129,8 +129,9 @@ class WorkdirLock:
     def __enter__(self) -> WorkdirLock:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.release()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # Interrupted before anything was written, it leaves nothing behind.
+        self.release(undo=kind is not None and issubclass(kind, KeyboardInterrupt))
 
     def _make_folders(self) -> None:
         missing = []

@@ -178,6 +178,16 @@ def test_undo_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_interrupt_leaves_nothing_behind(tmp_path):
+    workdir = tmp_path / "a" / "b"
+    with pytest.raises(KeyboardInterrupt), WorkdirLock.acquire(workdir):
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match="other"), WorkdirLock.acquire(workdir):
+        raise ValueError("other")
+    assert (workdir / "lock").exists()
+
+
 def test_undo_leaves_what_was_there(tmp_path):
     WorkdirLock.acquire(tmp_path / "run").release()
     (tmp_path / "run" / "checkpoints").mkdir()
