@@ -49,20 +49,12 @@ class Command:
         config: from the file, with overrides; not yet resolved.
         workdir: as it was given.
         role: `supervise` or `work`.
-        attempt, event_fd, parent_fd, lock_fd, compile_cache, start_secs: what a
-            supervisor tells its worker, see `jaxft.recovery.supervisor.Launch`.
     """
 
     argv: tuple[str, ...]
     config: Config
     workdir: str
     role: str
-    attempt: int
-    event_fd: int
-    parent_fd: int
-    lock_fd: int
-    compile_cache: str
-    start_secs: float
 
 
 def parse(argv: Sequence[str]) -> Command:
@@ -88,12 +80,6 @@ def parse(argv: Sequence[str]) -> Command:
         config=values.config,
         workdir=values.workdir,
         role=values.role,
-        attempt=values.attempt,
-        event_fd=values.event_fd,
-        parent_fd=values.parent_fd,
-        lock_fd=values.lock_fd,
-        compile_cache=values.compile_cache,
-        start_secs=values.start_secs,
     )
 
 
@@ -103,14 +89,6 @@ def _define_flags(values: flags.FlagValues, config: Config, words: list[str]) ->
     once = define | {"allow_overwrite": False}
     flags.DEFINE_string("workdir", "", "folder of the run", **once)
     flags.DEFINE_enum("role", "supervise", ["supervise", "work"], "role", **define)
-    # What a supervisor tells its worker; not for use by hand.
-    flags.DEFINE_integer("attempt", 0, "restarts before", **define)
-    flags.DEFINE_integer("event_fd", -1, "event pipe", **define)
-    flags.DEFINE_integer("parent_fd", -1, "pipe that ends with the parent", **define)
-    flags.DEFINE_integer("lock_fd", -1, "inherited lock", **define)
-    modes = ["keep", "off", "fresh"]
-    flags.DEFINE_enum("compile_cache", "keep", modes, "compile cache", **define)
-    flags.DEFINE_float("start_secs", 0.0, "start of the command", **define)
 
 
 def _split_config(argv: Sequence[str]) -> tuple[str, list[str]]:

@@ -62,7 +62,8 @@ def run(config: Config, *, workdir: str | os.PathLike[str]) -> TrainState:
             finally:
                 if not worker.entered:
                     lock.release(undo=True)
-        say(summary.text(workdir=lock.workdir, reason=ending), stream=sys.stdout)
+        text = summary.text(workdir=lock.workdir, reason=ending, history=log.problem)
+        say(text, stream=sys.stdout)
     return state
 
 

@@ -31,7 +31,7 @@ def test_overrides_of_every_type() -> None:
     assert config.optimizer.learning_rate == 1.0
     assert config.data.corpus is Corpus.SYNTHETIC
     assert config.checkpoint.save == "steps(5) | secs(10)"
-    assert (parsed.role, parsed.attempt, parsed.workdir) == ("work", 0, "/tmp/x")
+    assert (parsed.role, parsed.workdir) == ("work", "/tmp/x")
 
 
 def test_options_of_ones_own_are_declared_in_the_file(tmp_path: pathlib.Path) -> None:
@@ -72,7 +72,6 @@ def test_options_of_ones_own_are_declared_in_the_file(tmp_path: pathlib.Path) ->
         (["--role=boss"], "role.*supervise.work"),
         (["stray"], "unexpected arguments: stray"),
         (["--", "stray"], "unexpected arguments: stray"),
-        (["--attempt=x"], "attempt"),
         (["--config=other.py"], "--config is given twice: .*tiny_lm.py and other.py"),
         (["--config", "other.py"], "--config is given twice"),
         (["--workdir=/tmp/y"], "--workdir=/tmp/y: already defined as /tmp/x"),

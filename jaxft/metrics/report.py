@@ -210,13 +210,6 @@ def summarize(events: Iterable[Event]) -> Summary:
     return summary
 
 
-def closing_summary(
-    events: Iterable[Event], *, workdir: pathlib.Path, reason: str
-) -> str:
-    """`Summary.text` of these events."""
-    return summarize(events).text(workdir=workdir, reason=reason)
-
-
 def _numbers(metrics: Any) -> dict[str, float]:
     # Those that JSON does not have are text, see `jaxft/events.py`.
     return {str(name): float(value) for name, value in metrics.items()}
