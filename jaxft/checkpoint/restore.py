@@ -191,13 +191,13 @@ def _read(
     except Exception as error:
         if isinstance(error, layout.RecordError):
             return str(error)
-        # Damaged, or is it the target, the devices or this process? Ask the files.
+        # Damaged, or is it the target, the devices or this process? Ask the files, but
+        # not by Orbax first: it takes some that may not be read for absent ones.
+        _read_anything(path)
         if orbax_io.cause(error) in ("no permission", "I/O error"):
             raise layout.unreadable(path, orbax_io.first_line(error)) from error
         if orbax_io.is_process_failure(error):
             raise
-        # To some of Orbax's questions a file that may not be read is absent.
-        _read_anything(path)
         if reason := orbax_io.probe(path):
             return reason
         raise

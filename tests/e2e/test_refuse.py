@@ -151,6 +151,70 @@ def test_a_second_start_is_refused_and_names_the_owner(command: Any) -> None:
     assert run.process.poll() is None
 
 
+def changed(record: dict[str, Any], damage: str) -> dict[str, Any]:
+    """A run record that is JSON and yet not as it was saved."""
+    if damage == "name":
+        form = record["format"] | {"name": "jaxft-checkpoins"}
+        return record | {"format": form}
+    if damage == "position":
+        return record | {"data": record["data"] | {"step": 40}}
+    if damage == "windows":
+        return record | {"data": record["data"] | {"skipped": [1]}}
+    if damage == "facts":
+        return record | {"run": record["run"] | {"facts": []}}
+    return record | {damage: None}
+
+
+RECORD_DAMAGE = ["name", "position", "windows", "facts", "run", "metrics"]
+
+
+@pytest.mark.parametrize("damage", RECORD_DAMAGE)
+def test_a_record_that_says_something_else_is_damage(
+    command: Any, tmp_path: pathlib.Path, damage: str
+) -> None:
+    """Never a finished run whose last state is nowhere."""
+    run = command("run", train__num_steps=30)
+    assert run.run()[0] == 0
+    file = run.workdir / "checkpoints/30/run/metadata"
+    good = json.loads(file.read_text())
+    file.chmod(0o644)
+    file.write_text(json.dumps(changed(good, damage)))
+    code, out, err = run.run()
+    assert code == 0, err
+    assert "30.quarantined-1" in out
+    again = json.loads(file.read_text())
+    assert again["data"] == good["data"]
+    assert again["format"] == good["format"]
+
+
+def test_a_step_of_something_else_is_not_passed_over(command: Any) -> None:
+    run = command("run", train__num_steps=20)
+    assert run.run()[0] == 0
+    root = run.workdir / "checkpoints"
+    (root / "90/default").mkdir(parents=True)
+    (root / "90/default/manifest.ocdbt").write_text("theirs")
+    refused(run, f"{root / '90'} is no checkpoint of ours")
+    (root / "90").rename(root / "5")  # an older one is no reason to stop
+    run.settings["train.num_steps"] = 30
+    code, _, err = run.run()
+    assert code == 0, err
+    shutil.rmtree(root)
+    (root / "90/default").mkdir(parents=True)
+    refused(run, "use another workdir, or move it away")
+
+
+def test_checkpoints_that_are_no_folder(command: Any) -> None:
+    for name, make in [
+        ("file", lambda path: path.write_text("x")),
+        ("link", lambda path: path.symlink_to("/no/such/mount")),
+    ]:
+        run = command(name)
+        run.workdir.mkdir()
+        make(run.workdir / "checkpoints")
+        refused(run, f"{run.workdir / 'checkpoints'}: ")
+        assert os.listdir(run.workdir) == ["checkpoints"]
+
+
 @pytest.mark.parametrize("damage", ["delete", "truncate", "record"])
 def test_a_bad_newest_step_leads_to_the_one_before(
     command: Any, same: Any, damage: str
