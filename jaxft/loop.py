@@ -244,7 +244,7 @@ class Loop:
         self._read(pending, self.step)
         self._flush()
         manager = self._parts.manager
-        if not self._stops.urgent and manager.latest() != self.step:
+        if not self._stops.urgent and manager.last_committed != self.step:
             self._emit("phase", name="save")
             try:
                 self._save(state, force=True, timeout_secs=self._stops.deadline_secs())

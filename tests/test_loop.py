@@ -72,7 +72,9 @@ class Recorder:
         return {"loss": (np.float32(6), np.float32(2))}
 
     # the manager
-    last_committed = None
+    @property
+    def last_committed(self) -> int | None:
+        return max(self.committed, default=None)
 
     def should_save(self, step: int) -> bool:
         return step % 3 == 0 and step not in self.committed

@@ -11,6 +11,11 @@ import pytest
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
+def slow(*values: Any) -> Any:
+    """A case that the sample leaves out."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def snapshot(folder: pathlib.Path) -> dict[str, bytes]:
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
@@ -32,23 +37,29 @@ def refused(run: Any, expected: str, *words: str) -> None:
     ("settings", "expected"),
     [
         ({"model.factory": "no_such:thing"}, "config.model.factory: cannot import"),
-        ({"model.factory": "os:no_such"}, "config.model.factory: os has no function"),
+        slow(
+            {"model.factory": "os:no_such"}, "config.model.factory: os has no function"
+        ),
         ({"model.num_heads": 5}, "config.model.num_heads"),
         ({"mesh.data": 3}, "config.mesh"),
         ({"remat.plan": "half"}, "config.remat.plan"),
-        ({"checkpoint.save": "weekly"}, "config.checkpoint.save"),
+        slow({"checkpoint.save": "weekly"}, "config.checkpoint.save"),
         ({"data.corpus": "text", "data.path": "/no/such/*.txt"}, "config.data.path"),
-        ({"precision.compute_dtype": "int7"}, "config.precision.compute_dtype"),
-        ({"sharding.logical_rules": "embed=moon"}, "config.sharding.logical_rules"),
+        slow({"precision.compute_dtype": "int7"}, "config.precision.compute_dtype"),
+        slow({"sharding.logical_rules": "embed=moon"}, "config.sharding.logical_rules"),
         ({"preemption.signals": "SIGNONE"}, "config.preemption.signals"),
-        ({"train.rng_impl": "dice"}, "config.train.rng_impl"),
-        ({"data.global_batch": 0}, "config.data.global_batch"),
-        ({"data.seq_len": 10**12}, "config.data.seq_len: must be positive and below"),
+        slow({"train.rng_impl": "dice"}, "config.train.rng_impl"),
+        slow({"data.global_batch": 0}, "config.data.global_batch"),
+        slow(
+            {"data.seq_len": 10**12}, "config.data.seq_len: must be positive and below"
+        ),
         ({"data.seq_len": 10**9}, "config.data"),
-        ({"optimizer.learning_rate": "nan"}, "config.optimizer.learning_rate"),
-        ({"optimizer.b2": 1}, "config.optimizer.b2: must be at least 0 and below 1"),
-        ({"train.ema_decay": 1}, "config.train.ema_decay"),
-        ({"preemption.grace_secs": "inf"}, "config.preemption.grace_secs"),
+        slow({"optimizer.learning_rate": "nan"}, "config.optimizer.learning_rate"),
+        slow(
+            {"optimizer.b2": 1}, "config.optimizer.b2: must be at least 0 and below 1"
+        ),
+        slow({"train.ema_decay": 1}, "config.train.ema_decay"),
+        slow({"preemption.grace_secs": "inf"}, "config.preemption.grace_secs"),
         ({"resume.mode": "required"}, "config.resume.mode: required"),
     ],
 )
@@ -168,7 +179,10 @@ def changed(record: dict[str, Any], damage: str) -> dict[str, Any]:
 RECORD_DAMAGE = ["name", "position", "windows", "facts", "run", "metrics"]
 
 
-@pytest.mark.parametrize("damage", RECORD_DAMAGE)
+@pytest.mark.parametrize(
+    "damage",
+    [d if d in ("position", "run") else slow(d) for d in RECORD_DAMAGE],
+)
 def test_a_record_that_says_something_else_is_damage(
     command: Any, tmp_path: pathlib.Path, damage: str
 ) -> None:
@@ -215,7 +229,7 @@ def test_checkpoints_that_are_no_folder(command: Any) -> None:
         assert os.listdir(run.workdir) == ["checkpoints"]
 
 
-@pytest.mark.parametrize("damage", ["delete", "truncate", "record"])
+@pytest.mark.parametrize("damage", ["truncate", slow("delete"), slow("record")])
 def test_a_bad_newest_step_leads_to_the_one_before(
     command: Any, same: Any, damage: str
 ) -> None:

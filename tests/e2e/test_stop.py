@@ -16,10 +16,15 @@ import pytest
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
+def slow(value: str) -> Any:
+    """A case that the sample leaves out."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 REPO = pathlib.Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", slow("SIGINT"), slow("SIGUSR1")])
 def test_stop_while_training_saves_and_resumes(
     command: Any, same: Any, name: str
 ) -> None:
@@ -83,9 +88,9 @@ def test_ctrl_c_during_the_start_is_a_stop_in_words(
             assert not run.workdir.exists(), delay_secs
 
 
-@pytest.mark.parametrize("role", ["supervise", "work"])
+@pytest.mark.parametrize("role", ["supervise", slow("work")])
 @pytest.mark.parametrize("phase", ["imports", "config"])
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("name", ["SIGINT", slow("SIGTERM"), slow("SIGHUP")])
 def test_a_stop_before_the_start(
     tmp_path: pathlib.Path, monkeypatch: Any, role: str, phase: str, name: str
 ) -> None:
