@@ -138,6 +138,9 @@ def test_resuming_with_other_settings(command: Any) -> None:
     run.settings |= {"train.num_steps": 40, "remat.plan": "full"}
     code, _, err = run.run()
     assert code == 0, err
+    changes = run.events("resume_changed")[-1]["changes"]
+    assert changes["remat.plan"] == ["names(attn,up)", "full"]
+    assert changes["train.num_steps"] == [30, 40]
 
 
 def test_resuming_over_another_corpus(command: Any, tmp_path: pathlib.Path) -> None:
