@@ -91,6 +91,7 @@ class Loop:
         self._progress = progress
         self._evaluated = evaluated
         self._evaluation: dict[str, float] = {}
+        self._rate = 0.0
         self._meter = StepMeter(min_secs=parts.config.log.event_secs)
         self._rule = NonfiniteRule(
             max_in_a_row=parts.config.train.max_nonfinite,
@@ -168,10 +169,13 @@ class Loop:
         if record is None:
             return
         self._emit("step", **record)
+        # A record that was cut off by an evaluation says nothing about speed.
+        if self._rate == 0.0 or record["secs"] > 0.1:
+            self._rate = steps_per_sec(record) * self._parts.items[1]
         self._progress.update(
             record["step"],
             loss=record["metrics"]["loss"],
-            rate=steps_per_sec(record) * self._parts.items[1],
+            rate=self._rate,
             checkpoint=self._parts.manager.last_committed,
         )
 
