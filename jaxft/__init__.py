@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "CheckpointManager": "jaxft.checkpoint.manager",
     "Config": "jaxft.config",
-    "ConfigError": "jaxft.config",
+    "ConfigError": "jaxft.settings",
     "ExitCode": "jaxft.records",
     "Fault": "jaxft.records",
     "FaultError": "jaxft.records",

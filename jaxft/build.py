@@ -20,7 +20,7 @@ import jax
 import numpy as np
 import optax
 
-from jaxft import config as configs
+from jaxft import settings
 from jaxft.checkpoint.manager import CheckpointManager
 from jaxft.config import CheckpointConfig, Config, ConfigError
 from jaxft.data.iterator import BatchIterator
@@ -319,7 +319,7 @@ def _heldout(sources: Sources, config: Config, *, rows: Any) -> Sequence[HostBat
 def _facts(
     config: Config, *, mesh: jax.sharding.Mesh, pipeline: Pipeline
 ) -> dict[str, Any]:
-    facts = configs.flatten(config, only_numbers=True)
+    facts = settings.flatten(config, only_numbers=True)
     return facts | collect_facts(mesh) | {"corpus": pipeline.fingerprint}
 
 

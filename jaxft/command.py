@@ -20,7 +20,8 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from jaxft.config import Config, ConfigError, Section, check_types, fields, type_words
+from jaxft.config import Config, ConfigError, check_types
+from jaxft.settings import Section, fields, type_words
 
 USAGE = """\
 usage: python -m jaxft.main --config=FILE --workdir=FOLDER [--config.SECTION.FIELD=V]

@@ -32,7 +32,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxft import config as configs
+from jaxft import settings
 from jaxft.build import Parts
 from jaxft.faults.nonfinite import NonfiniteRule
 from jaxft.faults.preemption import StopRequests
@@ -234,7 +234,7 @@ class Loop:
             data=self._parts.iterator.get_state(),
             run={
                 "facts": self._parts.facts,
-                "config": configs.flatten(self._parts.config),
+                "config": settings.flatten(self._parts.config),
             },
             metrics=metrics,
             force=force,

@@ -42,6 +42,7 @@ if __name__ == "__main__":
             signal.signal(early, _leave_at_once)
 
 from jaxft import config as configs
+from jaxft import settings
 from jaxft.command import USAGE, Command, parse
 from jaxft.config import ConfigError
 from jaxft.events import EventLog
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _work_for_supervisor(int(fd))
         _find_factories_here()
         command = parse(argv)
-        configs.lock(configs.resolve(command.config))
+        settings.lock(configs.resolve(command.config))
         parse_signals(command.config.preemption.signals)
         return work(command) if command.role == "work" else supervise(command)
     except ConfigError as error:

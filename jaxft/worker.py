@@ -21,8 +21,9 @@ from typing import Any
 import jax
 
 from jaxft import config as configs
+from jaxft import settings
 from jaxft.build import Parts, build
-from jaxft.checkpoint import layout
+from jaxft.checkpoint import layout, run_record
 from jaxft.config import Config, ConfigError, ResumeMode
 from jaxft.events import EventLog
 from jaxft.faults.exceptions import fault_of
@@ -51,7 +52,7 @@ def run(config: Config, *, workdir: str | os.PathLike[str]) -> TrainState:
         ConfigError: something cannot work; nothing was written.
         FaultError: the workdir is in use, or the run could not go on.
     """
-    config = configs.lock(configs.resolve(copy.deepcopy(config)))
+    config = settings.lock(configs.resolve(copy.deepcopy(config)))
     with WorkdirLock.acquire(workdir) as lock:
         summary = Summary()
         log = EventLog(lock.workdir / "events", role="notebook", tee=summary.take_line)
@@ -168,8 +169,8 @@ class Worker:
         if newest is None:
             return
         # A record that cannot be read is for the restore to deal with.
-        with contextlib.suppress(OSError, layout.RecordError):
-            record = layout.read_record(layout.step_path(root, newest))
+        with contextlib.suppress(OSError, run_record.RecordError):
+            record = run_record.read_record(layout.step_path(root, newest))
             if not _damage(record):
                 self._compare(parts, record["run"])
 
@@ -237,7 +238,7 @@ class Worker:
         saved = restored.run.get("config", {})
         told = changes | {
             path: [saved[path], value]
-            for path, value in configs.flatten(self._config).items()
+            for path, value in settings.flatten(self._config).items()
             if path in saved and saved[path] != value
         }
         if told:
@@ -321,7 +322,7 @@ def _write_config(path: pathlib.Path, config: Config) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("w") as file:
-            json.dump(configs.flatten(config), file, indent=1)
+            json.dump(settings.flatten(config), file, indent=1)
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())

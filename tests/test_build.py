@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxft import config as configs
+from jaxft import settings
 from jaxft.build import Parts, build, load_function
 from jaxft.config import Config, ConfigError, Corpus
 from jaxft.events import EventLog, read_events
@@ -36,7 +37,7 @@ def small(num_steps: int = 20, **overrides: Any) -> Config:
     for path, value in overrides.items():
         section, name = path.split("__")
         setattr(getattr(config, section), name, value)
-    return configs.lock(configs.resolve(config))
+    return settings.lock(configs.resolve(config))
 
 
 def make(config: Config, workdir: pathlib.Path, *, devices: Any = None) -> Parts:

@@ -10,13 +10,14 @@ import pytest
 from ml_collections import ConfigDict
 
 from jaxft import config as configs
+from jaxft import settings
 from jaxft.config import Config, ConfigError, Corpus, ModelConfig, Schedule, Section
 
 
 def test_lock_reaches_every_section_and_option() -> None:
     config = Config()
     config.model.options.hidden = 3
-    configs.lock(config)
+    settings.lock(config)
     for section in (config, config.model, config.train):
         with pytest.raises(AttributeError, match="locked"):
             section.seed = 1
@@ -27,7 +28,7 @@ def test_lock_reaches_every_section_and_option() -> None:
 def test_a_copy_of_a_locked_config_is_free() -> None:
     config = Config()
     config.model.options.sizes = [1, 2]
-    other = copy.deepcopy(configs.lock(config))
+    other = copy.deepcopy(settings.lock(config))
     other.model.width = 7
     other.model.options.sizes.append(3)
     other.model.options.more = 1
@@ -36,9 +37,9 @@ def test_a_copy_of_a_locked_config_is_free() -> None:
 
 
 def test_every_field_has_a_scalar_type_and_a_meaning() -> None:
-    for section in configs.fields(Config()):
+    for section in settings.fields(Config()):
         assert isinstance(getattr(Config(), section.name), Section)
-        for field in configs.fields(getattr(Config(), section.name)):
+        for field in settings.fields(getattr(Config(), section.name)):
             assert field.metadata["meaning"], field.name
             assert isinstance(field.type, type), f"{section.name}.{field.name}"
 
@@ -46,8 +47,8 @@ def test_every_field_has_a_scalar_type_and_a_meaning() -> None:
 def test_flatten_is_json_and_tells_numbers_apart() -> None:
     config = Config()
     config.data.options.depth = 2
-    everything = configs.flatten(config)
-    numbers = configs.flatten(config, only_numbers=True)
+    everything = settings.flatten(config)
+    numbers = settings.flatten(config, only_numbers=True)
     assert everything["optimizer.schedule"] == "cosine"
     assert everything["data.options.depth"] == numbers["data.options.depth"] == 2
     assert "checkpoint.save" in everything
@@ -60,8 +61,8 @@ def test_resolve_fills_in_what_follows_and_is_idempotent() -> None:
     assert config.optimizer.decay_steps == config.train.num_steps
     assert config.model.num_kv_heads == config.model.num_heads
     assert config.model.mlp_width == 344
-    before = configs.flatten(config)
-    assert configs.flatten(configs.resolve(config)) == before
+    before = settings.flatten(config)
+    assert settings.flatten(configs.resolve(config)) == before
 
 
 MESH_AXES = ("data", "fsdp", "tensor")
@@ -103,8 +104,8 @@ def test_ranges_name_the_path(path: str, value: float) -> None:
 def leaves(*kinds: type) -> list[str]:
     return [
         f"{section.name}.{field.name}"
-        for section in configs.fields(Config())
-        for field in configs.fields(getattr(Config(), section.name))
+        for section in settings.fields(Config())
+        for field in settings.fields(getattr(Config(), section.name))
         if field.type in kinds
     ]
 
@@ -117,7 +118,7 @@ def test_every_number_is_finite(path: str, value: float) -> None:
 
 def test_every_number_has_a_range_but_sizes_of_the_mesh() -> None:
     numbers = set(leaves(int, float))
-    ranged = {path for path, _, f in configs._walk(Config()) if f.metadata["must"]}
+    ranged = {path for path, _, f in settings.walk(Config()) if f.metadata["must"]}
     assert ranged <= numbers
     # Positive or -1: `make_mesh` says it, beside the number of devices.
     sizes = {f"mesh.{dcn}{axis}" for dcn in ("", "dcn_") for axis in MESH_AXES}
@@ -152,12 +153,12 @@ def test_every_field_refuses_every_other_type(path: str) -> None:
                 configs.resolve(thing)
         return
     section, name = path.split(".")
-    kinds = {f.name: f.type for f in configs.fields(getattr(Config(), section))}
+    kinds = {f.name: f.type for f in settings.fields(getattr(Config(), section))}
     for value in WRONG[kinds[name]]:
         refused(path, value)
 
 
-@pytest.mark.parametrize("name", [f.name for f in configs.fields(Config())])
+@pytest.mark.parametrize("name", [f.name for f in settings.fields(Config())])
 def test_a_section_is_of_its_own_class(name: str) -> None:
     other = Config().train if name == "model" else Config().model
     for value in (None, {}, 3, other, type(getattr(Config(), name))):
@@ -184,7 +185,7 @@ def test_what_loses_nothing_is_converted() -> None:
     assert values == (1.0, 64, 0.5)
     assert [type(value) for value in values] == [float, int, float]
     assert config.data.options.b.c == (1, 2)
-    flat = configs.flatten(config)
+    flat = settings.flatten(config)
     assert flat["data.options.b"] == {"c": [1, 2]}
     assert json.loads(json.dumps(flat, allow_nan=False)) == flat
     config.data.corpus = "txt"

@@ -30,7 +30,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxft import records
-from jaxft.checkpoint import layout
+from jaxft.checkpoint import layout, run_record
 
 PyTree = Any
 
@@ -185,24 +185,26 @@ def _encode_leaf(value: Any, path: tuple[str, ...]) -> tuple[Any, str]:
     if isinstance(value, jax.Array):
         return _encode_array(value, name)
     if isinstance(value, np.generic):
-        spec = _numpy_spec(np.asarray(value), name, layout.LeafKind.NUMPY_SCALAR)
+        spec = _numpy_spec(np.asarray(value), name, run_record.LeafKind.NUMPY_SCALAR)
         return _to_bytes(np.asarray(value), spec.dtype), str(spec)
     if type(value) is np.ndarray:
-        spec = _numpy_spec(value, name, layout.LeafKind.NUMPY)
+        spec = _numpy_spec(value, name, run_record.LeafKind.NUMPY)
         return None if spec.is_empty else _to_bytes(value, spec.dtype), str(spec)
     if type(value) in (bool, float):
-        return value, str(layout.LeafSpec(layout.LeafKind(type(value).__name__)))
+        return value, str(
+            run_record.LeafSpec(run_record.LeafKind(type(value).__name__))
+        )
     if type(value) is int:
         if not -(2**63) <= value < 2**63:
             raise layout.LeafError(f"leaf {name} is an int of more than 64 bits")
-        return value, str(layout.LeafSpec(layout.LeafKind.INT))
+        return value, str(run_record.LeafSpec(run_record.LeafKind.INT))
     if type(value) is str:
         # Orbax keeps text under a JSON pointer made of the name.
         if "~" in name or any("/" in segment for segment in path):
             raise layout.LeafError(f"leaf {name} is text below a key with '/' or '~'")
         if not value.isascii() and value != value.encode(errors="replace").decode():
             raise layout.LeafError(f"leaf {name} is text that is not UTF-8")
-        return value, str(layout.LeafSpec(layout.LeafKind.TEXT))
+        return value, str(run_record.LeafSpec(run_record.LeafKind.TEXT))
     raise layout.LeafError(
         f"leaf {name} is a {type(value).__module__}.{type(value).__qualname__}: "
         "only arrays, int, float, bool, str and None are stored"
@@ -218,7 +220,9 @@ def _encode_array(value: jax.Array, name: str) -> tuple[Any, str]:
     return None if spec.is_empty else _to_bytes(value, spec.dtype), str(spec)
 
 
-def _array_spec(value: jax.Array | jax.ShapeDtypeStruct, name: str) -> layout.LeafSpec:
+def _array_spec(
+    value: jax.Array | jax.ShapeDtypeStruct, name: str
+) -> run_record.LeafSpec:
     """Type and shape of a JAX array that can be stored."""
     is_weak = getattr(value, "weak_type", False)  # which typed keys do not have
     if is_weak and (value.ndim or value.dtype not in _weak_dtypes()):
@@ -226,8 +230,8 @@ def _array_spec(value: jax.Array | jax.ShapeDtypeStruct, name: str) -> layout.Le
             f"leaf {name} is weakly typed: give it a dtype, "
             "e.g. jnp.asarray(x, x.dtype)"
         )
-    kind = layout.LeafKind.WEAK if is_weak else layout.LeafKind.ARRAY
-    spec = layout.LeafSpec(kind, str(value.dtype), value.shape)
+    kind = run_record.LeafKind.WEAK if is_weak else run_record.LeafKind.ARRAY
+    spec = run_record.LeafSpec(kind, str(value.dtype), value.shape)
     if not is_key(value.dtype):
         _check_dtype(spec.dtype, name)
     elif spec.is_empty:
@@ -240,11 +244,13 @@ def _weak_dtypes() -> set[Any]:
     return {jnp.asarray(number).dtype for number in (0, 0.0, 0j)}
 
 
-def _numpy_spec(value: np.ndarray, name: str, kind: layout.LeafKind) -> layout.LeafSpec:
+def _numpy_spec(
+    value: np.ndarray, name: str, kind: run_record.LeafKind
+) -> run_record.LeafSpec:
     if not value.dtype.isnative:
         raise layout.LeafError(f"leaf {name} is not in this machine's byte order")
     _check_dtype(str(value.dtype), name)
-    return layout.LeafSpec(kind, str(value.dtype), value.shape)
+    return run_record.LeafSpec(kind, str(value.dtype), value.shape)
 
 
 def _check_dtype(dtype: str, name: str) -> None:
@@ -288,7 +294,7 @@ class Request:
         is_jax: whether a JAX array is wanted.
     """
 
-    spec: layout.LeafSpec
+    spec: run_record.LeafSpec
     python: type | None = None
     sharding: jax.sharding.Sharding | None = None
     is_jax: bool = False
@@ -300,7 +306,7 @@ class Request:
 
 
 def match(
-    target: PyTree, specs: Mapping[str, layout.LeafSpec], *, path: str
+    target: PyTree, specs: Mapping[str, run_record.LeafSpec], *, path: str
 ) -> dict[str, Request]:
     """Leaf path -> how to read it, in the order of the target's leaves.
 
@@ -349,20 +355,24 @@ def _default_sharding(target: PyTree) -> jax.sharding.Sharding | None:
     return None
 
 
-_ARRAY_KINDS = (layout.LeafKind.ARRAY, layout.LeafKind.WEAK, layout.LeafKind.NUMPY)
+_ARRAY_KINDS = (
+    run_record.LeafKind.ARRAY,
+    run_record.LeafKind.WEAK,
+    run_record.LeafKind.NUMPY,
+)
 
 
 def _request(
-    leaf: Any, spec: layout.LeafSpec, default: jax.sharding.Sharding | None
+    leaf: Any, spec: run_record.LeafSpec, default: jax.sharding.Sharding | None
 ) -> Request | str:
     """How to read one leaf, or what is wrong."""
     if isinstance(leaf, np.generic):
-        want = layout.LeafSpec(layout.LeafKind.NUMPY_SCALAR, str(leaf.dtype))
+        want = run_record.LeafSpec(run_record.LeafKind.NUMPY_SCALAR, str(leaf.dtype))
         return Request(spec) if want == spec else f"stored {spec}, wanted {want}"
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray):
         is_numpy = isinstance(leaf, np.ndarray)
-        kind = spec.kind if spec.kind in _ARRAY_KINDS else layout.LeafKind.ARRAY
-        want = layout.LeafSpec(kind, str(leaf.dtype), tuple(leaf.shape))
+        kind = spec.kind if spec.kind in _ARRAY_KINDS else run_record.LeafKind.ARRAY
+        want = run_record.LeafSpec(kind, str(leaf.dtype), tuple(leaf.shape))
         if want != spec or (is_numpy and spec.dtype.startswith("key<")):
             return f"stored {spec}, wanted {want}"
         if is_numpy:
@@ -375,7 +385,7 @@ def _request(
                 return f"stored {spec} cannot be placed: {error}"
         return Request(spec, sharding=sharding, is_jax=True)
     want = type(leaf).__name__
-    if spec.kind in layout.PYTHON_KINDS and spec.kind == want:
+    if spec.kind in run_record.PYTHON_KINDS and spec.kind == want:
         return Request(spec, python=type(leaf))
     return f"stored {spec}, wanted {want}"
 
@@ -408,8 +418,8 @@ def decode(value: Any, request: Request) -> Any:
             f"read {value.dtype}{list(value.shape)} where a {spec} was saved"
         )
     if not request.is_jax:
-        return value[()] if spec.kind is layout.LeafKind.NUMPY_SCALAR else value
-    if spec.kind is layout.LeafKind.WEAK:
+        return value[()] if spec.kind is run_record.LeafKind.NUMPY_SCALAR else value
+    if spec.kind is run_record.LeafKind.WEAK:
         # A Python number is the only public source of weak types.
         value = jnp.asarray(np.asarray(value).item())
         return value if request.sharding is None else _put(value, request.sharding)

@@ -32,7 +32,16 @@ import numpy as np
 from absl import logging
 
 from jaxft import config, records
-from jaxft.checkpoint import at_exit, layout, leaves, orbax_io, policies, retention
+from jaxft.checkpoint import (
+    at_exit,
+    layout,
+    leaves,
+    orbax_io,
+    policies,
+    retention,
+    run_record,
+)
+from jaxft.checkpoint.flight import Flight
 from jaxft.checkpoint.restore import Check, Restored, refuse_foreign, restore_newest
 
 PyTree = Any
@@ -98,7 +107,7 @@ class CheckpointManager:
         # What the threads share.
         self._lock = threading.Lock()
         self._retention_lock = threading.Lock()
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
         self._threads: list[threading.Thread] = []
         self._failure: records.Fault | None = None
         self._failure_is_news = False
@@ -182,7 +191,7 @@ class CheckpointManager:
             raise self._refuse(step, error) from error
         stored, types = leaves.encode(state)
         now = self._clock()
-        record = layout.make_record(
+        record = run_record.make_record(
             step, time_secs=now, state=types, data=data, run=run, metrics=metrics
         )
         self._begin(step, stored, record=record)
@@ -233,7 +242,7 @@ class CheckpointManager:
         except (OSError, ValueError) as error:
             self._clean_failed(layout.step_path(self.root, step))
             raise self._refuse(step, error) from error
-        flight = _Flight(step, write)
+        flight = Flight(step, write)
         thread = threading.Thread(
             target=self._follow, args=(flight,), name="jaxft-commit", daemon=True
         )
@@ -253,7 +262,7 @@ class CheckpointManager:
 
     # --- in the background ----------------------------------------------------
 
-    def _follow(self, flight: _Flight) -> None:
+    def _follow(self, flight: Flight) -> None:
         """Waits for one save, keeps how it ended, and cleans up behind it."""
         flight.write.wait()
         error = flight.write.error()
@@ -266,7 +275,7 @@ class CheckpointManager:
         if error is None and jax.process_index() == 0:
             self._retain(flight.step)
 
-    def _end(self, flight: _Flight, error: BaseException | None) -> None:
+    def _end(self, flight: Flight, error: BaseException | None) -> None:
         fault = None if error is None else self._fault(flight.step, error)
         with self._lock:
             was_given_up = self._flight is not flight
@@ -305,7 +314,7 @@ class CheckpointManager:
             evidence=text,
         )
 
-    def _owns_leftovers(self, flight: _Flight) -> bool:
+    def _owns_leftovers(self, flight: Flight) -> bool:
         """False when the same step, given up before, is being saved again."""
         with self._lock:
             current = self._flight
@@ -419,7 +428,7 @@ class CheckpointManager:
             self._failure, self._failure_is_news = fault, True
         self._emit("save_failed", step=flight.step, reason=fault.evidence)
 
-    def _late(self, flight: _Flight) -> records.Fault:
+    def _late(self, flight: Flight) -> records.Fault:
         text = f"not over after {flight.write.age_secs:.1f} s"
         return self._fault(flight.step, TimeoutError(text))
 
@@ -480,18 +489,3 @@ class CheckpointManager:
             if error is None:
                 raise
             error.add_note(str(failure))
-
-
-class _Flight:
-    """A save between its snapshot and its end.
-
-    Attributes:
-        step: its label.
-        write: the write itself.
-        over: set when the manager knows how it ended.
-    """
-
-    def __init__(self, step: int, write: orbax_io.Write):
-        self.step = step
-        self.write = write
-        self.over = threading.Event()

@@ -27,7 +27,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxft import records
-from jaxft.checkpoint import layout, leaves, quiet
+from jaxft.checkpoint import layout, leaves, quiet, run_record
 
 PyTree = Any
 # Orbax's own path type, which is `pathlib`'s as far as local folders are concerned.
@@ -173,7 +173,7 @@ def write_async(
     checkpointer = ocp.AsyncCheckpointer(
         ocp.CompositeCheckpointHandler(
             state=_state_handler(),
-            run=ocp.JsonCheckpointHandler(filename=layout.RECORD_FILE),
+            run=ocp.JsonCheckpointHandler(filename=run_record.RECORD_FILE),
         ),
         async_options=ocp.options.AsyncOptions(
             timeout_secs=max(1, int(-(-timeout_secs // 1))),
@@ -217,7 +217,7 @@ def read_state(path: str, target: PyTree, *, record: Mapping[str, Any]) -> PyTre
         Exception: whatever Orbax and TensorStore raise about damaged files; `probe`
             tells those from failures that are not the checkpoint's.
     """
-    requests = leaves.match(target, layout.leaf_specs(record), path=path)
+    requests = leaves.match(target, run_record.leaf_specs(record), path=path)
     values = _restore(path, record, requests)
     treedef = jax.tree.structure(target)
     # One leaf after the other, so that at most one is there twice.
@@ -256,7 +256,7 @@ def _map_types(
             _map_types(child, requests, make, f"{path}/{i}" if path else str(i))
             for i, child in enumerate(node)
         ]
-    if node is None or layout.parse_leaf(node).is_empty:
+    if node is None or run_record.parse_leaf(node).is_empty:
         return None
     return make(requests.get(path))
 
@@ -291,7 +291,7 @@ def _restore_args(request: leaves.Request | None) -> ocp.RestoreArgs:
     is_key = spec.dtype.startswith("key<")
     if not request.is_jax or (request.sharding is None and not is_key):
         return ocp.RestoreArgs(restore_type=np.ndarray)
-    if spec.kind is layout.LeafKind.WEAK:
+    if spec.kind is run_record.LeafKind.WEAK:
         return ocp.RestoreArgs(restore_type=np.ndarray)
     # Without one: where JAX puts things by default, which is a device that lives.
     sharding = request.sharding or jax.device_put(0).sharding
@@ -313,10 +313,10 @@ def probe(path: str) -> str:
         MemoryError: and other failures of this process.
     """
     try:
-        record = layout.read_record(path)
+        record = run_record.read_record(path)
         part: dict[str, leaves.Request] = {}
         size = 0
-        for name, spec in layout.leaf_specs(record).items():
+        for name, spec in run_record.leaf_specs(record).items():
             part[name] = _host_request(spec)
             size += 16 * int(np.prod(spec.shape, dtype=np.int64))
             if size > _PROBE_BYTES:
@@ -330,7 +330,7 @@ def probe(path: str) -> str:
     return ""
 
 
-def _host_request(spec: layout.LeafSpec) -> leaves.Request:
+def _host_request(spec: run_record.LeafSpec) -> leaves.Request:
     types = {"int": int, "float": float, "bool": bool, "str": str}
     is_key = spec.dtype.startswith("key<")
     return leaves.Request(spec, python=types.get(spec.kind), is_jax=is_key)

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxft import records
-from jaxft.checkpoint import layout, orbax_io, quiet
+from jaxft.checkpoint import layout, orbax_io, quiet, run_record
 
 PyTree = Any
 
@@ -180,7 +180,7 @@ def _read(
 ) -> Restored | str:
     start = time.monotonic()
     try:
-        record = layout.read_record(path)
+        record = run_record.read_record(path)
         if record["step"] != step:
             return f"it says that it is step {record['step']}"
         if check is not None and (reason := check(record)):
@@ -189,7 +189,7 @@ def _read(
     except records.FaultError:
         raise
     except Exception as error:
-        if isinstance(error, layout.RecordError):
+        if isinstance(error, run_record.RecordError):
             return str(error)
         # Damaged, or is it the target, the devices or this process? Ask the files, but
         # not by Orbax first: it takes some that may not be read for absent ones.

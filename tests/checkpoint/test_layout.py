@@ -5,7 +5,7 @@ import pathlib
 import pytest
 
 from jaxft import records
-from jaxft.checkpoint import layout
+from jaxft.checkpoint import layout, run_record
 
 
 def test_names_are_the_segments_joined_by_dots():
@@ -42,24 +42,24 @@ def test_a_long_name_is_refused_by_bytes():
 
 
 def test_leaf_specs_come_back_from_their_text():
-    kind = layout.LeafKind
+    kind = run_record.LeafKind
     specs = {
-        "a": layout.LeafSpec(kind.ARRAY, "key<fry>", ()),
-        "b/0": layout.LeafSpec(kind.NUMPY, "float8_e4m3fn", (3, 0)),
-        "b/1": layout.LeafSpec(kind.TEXT),
+        "a": run_record.LeafSpec(kind.ARRAY, "key<fry>", ()),
+        "b/0": run_record.LeafSpec(kind.NUMPY, "float8_e4m3fn", (3, 0)),
+        "b/1": run_record.LeafSpec(kind.TEXT),
     }
     tree = {
         "a": str(specs["a"]),
         "b": [str(specs["b/0"]), str(specs["b/1"])],
         "n": None,
     }
-    assert layout.leaf_specs({"state": tree}) == specs
-    with pytest.raises(layout.RecordError, match="complex"):
-        layout.parse_leaf("complex")
+    assert run_record.leaf_specs({"state": tree}) == specs
+    with pytest.raises(run_record.RecordError, match="complex"):
+        run_record.parse_leaf("complex")
 
 
 def _record(step=3, **content):
-    return layout.make_record(step, time_secs=1.0, state={"w": "int"}, **content)
+    return run_record.make_record(step, time_secs=1.0, state={"w": "int"}, **content)
 
 
 def _write(folder, record):
@@ -74,7 +74,7 @@ def test_a_record_comes_back(tmp_path):
     record = _record(data=data, metrics={"loss": float("nan"), "bits": 2})
     data["epochs"].append("later")
     _write(tmp_path / "3", record)
-    read = layout.read_record(tmp_path / "3")
+    read = run_record.read_record(tmp_path / "3")
     assert read["data"] == {"next": 4, "epochs": [1.5, None, "x", True]}
     assert read["metrics"]["bits"] == 2.0
     assert read["metrics"]["loss"] != read["metrics"]["loss"]
@@ -100,7 +100,7 @@ def test_an_unknown_format_is_refused_by_name(tmp_path):
     record["format"]["version"] = 7
     _write(tmp_path / "3", record)
     with pytest.raises(records.FaultError, match="jaxft-checkpoint 7") as error:
-        layout.read_record(tmp_path / "3")
+        run_record.read_record(tmp_path / "3")
     assert error.value.fault.kind is records.FaultKind.CONFIG
 
 
@@ -115,8 +115,8 @@ def test_an_unknown_format_is_refused_by_name(tmp_path):
 def test_what_is_no_record_is_damage(tmp_path, text):
     _write(tmp_path / "3", "")
     (tmp_path / "3/run/metadata").write_text(text, errors="surrogateescape")
-    with pytest.raises(layout.RecordError):
-        layout.read_record(tmp_path / "3")
+    with pytest.raises(run_record.RecordError):
+        run_record.read_record(tmp_path / "3")
 
 
 @pytest.mark.parametrize(
@@ -130,8 +130,8 @@ def test_a_wrong_type_anywhere_in_a_record_is_damage(tmp_path, wrong):
         text = json.dumps(_record() | {name: wrong})
         (tmp_path / "3/run/metadata").write_text(text)
         try:
-            layout.leaf_specs(layout.read_record(tmp_path / "3"))
-        except layout.RecordError:
+            run_record.leaf_specs(run_record.read_record(tmp_path / "3"))
+        except run_record.RecordError:
             refused.append(name)
     free = {"timeline"}  # which nobody reads
     if isinstance(wrong, dict):
@@ -148,8 +148,8 @@ def test_a_version_that_never_was_is_damage(tmp_path, version):
     record = _record()
     record["format"]["version"] = version
     _write(tmp_path / "3", record)
-    with pytest.raises(layout.RecordError):
-        layout.read_record(tmp_path / "3")
+    with pytest.raises(run_record.RecordError):
+        run_record.read_record(tmp_path / "3")
 
 
 def test_discovery_tells_apart_what_is_there(tmp_path):

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from jaxft import config as configs
+from jaxft import settings
 from jaxft.build import build
 from jaxft.config import Config, Corpus
 from jaxft.events import read_events
@@ -107,7 +108,7 @@ def test_killed_and_undisturbed_runs_have_the_same_losses(
 def test_restored_state_is_bit_equal_and_donated(tmp_path: pathlib.Path) -> None:
     config = Config()
     config.data.corpus = Corpus.SYNTHETIC
-    configs.lock(configs.resolve(config))
+    settings.lock(configs.resolve(config))
     parts = build(config, workdir=tmp_path, emit=ignore_event)
     state = parts.train_step.init()
     batch, word = parts.train_step.place(next(parts.iterator))
@@ -132,7 +133,7 @@ def test_remat_lowers_the_compiled_memory(tmp_path: pathlib.Path, plan: str) -> 
         config.data.corpus = Corpus.SYNTHETIC
         config.model.num_layers = 8
         config.remat.plan = each
-        configs.lock(configs.resolve(config))
+        settings.lock(configs.resolve(config))
         parts = build(config, workdir=tmp_path, emit=ignore_event)
         batch, word = parts.train_step.place(parts.example)
         compiled = parts.train_step.lower(

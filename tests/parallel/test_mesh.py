@@ -163,5 +163,5 @@ def test_a_backend_that_is_not_here_is_one_line():
         [sys.executable, "-c", program], env=env, capture_output=True, text=True
     )
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("jaxft.config.ConfigError: config.mesh: JAX finds no ")
+    assert last.startswith("jaxft.settings.ConfigError: config.mesh: JAX finds no ")
     assert "no_such_backend" in last
