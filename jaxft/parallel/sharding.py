@@ -34,17 +34,6 @@ def plan_shardings(
     return _shardings(plan_placements(shapes, mesh=mesh, config=config, axes=axes))
 
 
-def plan_state_shardings(
-    state: TrainState,
-    *,
-    mesh: Mesh,
-    config: ShardingConfig | None = None,
-    axes: PyTree | None = None,
-) -> TrainState:
-    """A sharding for every leaf of a state; see `plan_state_placements`."""
-    return _shardings(plan_state_placements(state, mesh=mesh, config=config, axes=axes))
-
-
 def plan_placements(
     shapes: PyTree,
     *,
@@ -149,12 +138,6 @@ def _flatten_axes(axes: PyTree | None, *, treedef: Any) -> Sequence[Any]:
         raise ConfigError(
             "model.factory", f"Model.axes is not shaped like the parameters: {line}"
         ) from error
-
-
-def bytes_per_device(shapes: PyTree, shardings: PyTree) -> int:
-    """Bytes that the most loaded device holds of a tree."""
-    sizes = jax.tree.map(_leaf_bytes, shapes, shardings)
-    return sum(jax.tree.leaves(sizes))
 
 
 def _leaf_bytes(leaf: Any, sharding: Sharding) -> int:
