@@ -31,7 +31,9 @@ from jaxft.parallel.facts import collect_facts
 from jaxft.parallel.mesh import make_mesh
 from jaxft.parallel.precision import make_precision
 from jaxft.parallel.sharding import check_batch, local_rows
+from jaxft.patterns import Patterns
 from jaxft.records import Emit
+from jaxft.train.optimizer import train_only
 from jaxft.train.step import TrainStep, make_eval_step, make_train_step
 from jaxft.types import Model, TrainState
 
@@ -253,12 +255,13 @@ def _train_step(model: Model, config: Config, *, mesh: jax.sharding.Mesh) -> Tra
             f"{name} returned a {type(optimizer).__name__}, "
             f"not an optax.GradientTransformation{hint}",
         )
+    trainable = Patterns(config.optimizer.trainable)
     return _checked(
         "model.factory",
         config.model.factory,
         lambda: make_train_step(
             model,
-            optimizer,
+            train_only(optimizer, trainable),
             mesh=mesh,
             config=config.train,
             precision=config.precision,

@@ -113,6 +113,9 @@ class OptimizerConfig(Section):
     b1: float = fraction(0.9, "AdamW's first decay")
     b2: float = fraction(0.95, "AdamW's second decay")
     weight_decay: float = not_negative(0.1, "AdamW's decoupled decay, of matrices only")
+    trainable: str = setting(
+        "**", "globs of the parameters that are updated; others stay as they are"
+    )
     options: ConfigDict = setting(ConfigDict, "values for a factory of your own")
 
 

@@ -13,6 +13,7 @@ import jax
 import optax
 
 from jaxft.config import ConfigError, OptimizerConfig, Schedule
+from jaxft.patterns import Patterns
 
 
 def make_schedule(config: OptimizerConfig) -> optax.Schedule:
@@ -55,6 +56,37 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
         weight_decay=config.weight_decay,
         mask=decay_mask,
     )
+
+
+def train_only(
+    optimizer: optax.GradientTransformation, trainable: Patterns
+) -> optax.GradientTransformation:
+    """`optimizer` for some parameters; the others stay, and have no state.
+
+    Args:
+        optimizer: updates those whose path in the parameters `trainable` names.
+        trainable: globs; what names everything leaves `optimizer` as it is.
+
+    Raises:
+        ConfigError: at `init`, when no parameter is named.
+    """
+    if trainable.text.strip() == "**":
+        return optimizer
+
+    def labels(params: Any) -> Any:
+        def label(keys: Any, _: Any) -> str:
+            path = jax.tree_util.keystr(keys, simple=True, separator="/")
+            return "trained" if trainable.match(path) else "frozen"
+
+        tree = jax.tree_util.tree_map_with_path(label, params)
+        if "trained" not in jax.tree.leaves(tree):
+            raise ConfigError(
+                "optimizer.trainable", f"{trainable.text!r} names no parameter"
+            )
+        return tree
+
+    parts: Any = {"trained": optimizer, "frozen": optax.set_to_zero()}
+    return optax.partition(parts, labels)
 
 
 def decay_mask(params: Any) -> Any:
