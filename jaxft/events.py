@@ -57,6 +57,17 @@ KINDS: dict[str, dict[str, str]] = {
     "fresh_start": {"reason": "one line"},
     "restore": {"step": "its label", "secs": "wall time", "num_bytes": "read"},
     "quarantine": {"step": "its label", "path": "where it is now", "reason": "why"},
+    "rollback": {
+        "step": "to go on from",
+        "origin": "the newest step before it",
+        "timeline": "that begins",
+        "reason": "one line",
+    },
+    "abandoned": {
+        "step": "its label",
+        "path": "where it is now",
+        "timeline": "it was of",
+    },
     "not_a_checkpoint": {"path": "a folder named like a step", "reason": "why"},
     "resume_changed": {"changes": "setting or fact -> [saved, now]"},
     "step": {

@@ -9,6 +9,7 @@ World: host-only. Floor: the lowest of `checkpoint`, beside `policies`. Read
     <root>/<step>.orbax-checkpoint-tmp*       unfinished: a save or a deletion
     <root>/<step>.quarantined-<n>             was unreadable; never deleted by us
     <root>/<step>.abandoned-t<t>              of an older timeline
+    <root>/decisions/<n>.json                 see `jaxft/checkpoint/decisions.py`
 
 A step becomes one by a single rename, so its name is its commit mark; everything
 here reads the store and never a memory of intentions.
@@ -111,12 +112,15 @@ class Discovery:
         foreign: (path, reason) of what is named like a step and is none of ours.
         unfinished: (path, step) of what an interrupted save or deletion left.
         set_aside: paths of quarantined and abandoned steps.
+        abandoned: steps that a rollback took out and that still have their names; only
+            `decisions.discover` tells them from the committed ones.
     """
 
     committed: tuple[records.CheckpointInfo, ...] = ()
     foreign: tuple[tuple[str, str], ...] = ()
     unfinished: tuple[tuple[str, int], ...] = ()
     set_aside: tuple[str, ...] = ()
+    abandoned: tuple[records.CheckpointInfo, ...] = ()
 
     @property
     def steps(self) -> list[int]:
@@ -280,12 +284,21 @@ def make_root(root: str) -> None:
 
 def quarantine(path: str) -> str:
     """Renames a step aside, durably, and returns where it is now."""
-    root, name = os.path.split(path)
     for number in range(1, 1_000_000):
-        aside = os.path.join(root, f"{name}.quarantined-{number}")
-        if os.path.lexists(aside):
-            continue
-        os.rename(path, aside)
-        sync_folder(root)
-        return aside
+        aside = f"{path}.quarantined-{number}"
+        if not os.path.lexists(aside):
+            return _rename(path, aside)
     raise OSError(errno.EEXIST, "too many quarantined steps", path)
+
+
+def abandon(path: str, *, timeline: int) -> str:
+    """Renames aside a step that a rollback took out; where it is now."""
+    aside = f"{path}.abandoned-t{timeline}"
+    # A copy of it, put back by hand: it is not of any use, but nothing is lost.
+    return quarantine(path) if os.path.lexists(aside) else _rename(path, aside)
+
+
+def _rename(path: str, aside: str) -> str:
+    os.rename(path, aside)
+    sync_folder(os.path.dirname(path))
+    return aside

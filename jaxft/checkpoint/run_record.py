@@ -119,6 +119,7 @@ def leaf_specs(record: Mapping[str, Any]) -> dict[str, LeafSpec]:
 
 _RECORD_TYPES: dict[str, tuple[type, ...]] = {
     "step": (int,),
+    "timeline": (int,),
     "time": (int, float),
     "data": (dict,),
     "run": (dict,),
@@ -135,6 +136,7 @@ def make_record(
     data: Mapping[str, Any] | None = None,
     run: Mapping[str, Any] | None = None,
     metrics: Mapping[str, float] | None = None,
+    timeline: int = 0,
 ) -> dict[str, Any]:
     """The run record of one step, detached from its arguments.
 
@@ -145,6 +147,7 @@ def make_record(
         data: the data position.
         run: whatever else the run wants back; tuples come back as lists.
         metrics: name -> value; values that are not finite are stored as text.
+        timeline: rollbacks before it; see `jaxft.checkpoint.decisions`.
 
     Raises:
         TypeError: a value is not JSON.
@@ -154,7 +157,7 @@ def make_record(
     return {
         "format": {"name": FORMAT_NAME, "version": FORMAT_VERSION},
         "step": step,
-        "timeline": 0,
+        "timeline": timeline,
         "time": time_secs,
         "data": _json_value(data or {}, "data"),
         "run": _json_value(run or {}, "run"),
