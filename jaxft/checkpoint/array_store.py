@@ -1,11 +1,10 @@
 """Reads stored arrays to NumPy through TensorStore, with no device: its only door.
 
 World: host-only. Floor: above `manifest`, below `verify`. Read
-`jaxft/checkpoint/manifest.py` before and `jaxft/checkpoint/verify.py` after.
+`jaxft/checkpoint/stored_tree.py` before and `jaxft/checkpoint/verify.py` after.
 
 An item folder of any Orbax checkpoint will do: arrays in zarr2 or zarr3, each in a
-folder of its own or all in one OCDBT database. What the tree was, and what each leaf
-is called on disk, stands in Orbax's own notes beside the arrays.
+folder of its own or all in one OCDBT database.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import dataclasses
 import errno
 import functools
 import itertools
-import json
 import math
 import os
 import pathlib
@@ -26,13 +24,12 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from jaxft.checkpoint import layout
+from jaxft.checkpoint import layout, stored_tree
 from jaxft.checkpoint import manifest as manifests
+from jaxft.checkpoint.stored_tree import ArrayError
 
 PART_BYTES = 2**26
 
-_TREE_FILE = "_METADATA"
-_TEXT_FILE = "_strings.json"
 _NODES_CACHE_BYTES = 10**8
 # TensorStore says these with the words of the system, and nothing of the data is
 # wrong: not now, or not for this process.
@@ -45,54 +42,6 @@ _UNREADABLE = (
     errno.ENOMEM,
     errno.ESTALE,
 )
-_FILE_IN_ERROR = re.compile(r'local file "([^"]*)"')
-
-
-class ArrayError(ValueError):
-    """Stored arrays, or what describes them, that are damaged or not there.
-
-    Attributes:
-        leaf: path of the leaf; empty where it is about all of them.
-        reason: what is wrong, naming the chunk where it is one.
-        file: the file that is to blame, where it is known.
-    """
-
-    def __init__(self, leaf: str, reason: str):
-        super().__init__(f"leaf {leaf}: {reason}" if leaf else reason)
-        self.leaf = leaf
-        self.reason = reason
-        named = _FILE_IN_ERROR.findall(reason)
-        self.file = named[-1] if named else ""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StoredLeaf:
-    """One leaf of the stored tree.
-
-    Attributes:
-        segments: its keys, outermost first, as text.
-        is_index: for each key, whether it is a position in a sequence.
-        name: what its array is stored as.
-        kind: what it was: `jax.Array`, `np.ndarray`, `scalar`, `string`; `None`,
-            `Dict`, `List` and the like for what has nothing on disk.
-        key_impl: of typed random keys, whose array is their key data.
-    """
-
-    segments: tuple[str, ...]
-    is_index: tuple[bool, ...]
-    name: str
-    kind: str
-    key_impl: str = ""
-
-    @property
-    def path(self) -> str:
-        """Keys joined by slashes."""
-        return "/".join(self.segments)
-
-    @property
-    def has_array(self) -> bool:
-        """Whether there is an array to read."""
-        return self.kind in ("jax.Array", "np.ndarray", "scalar")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,7 +119,7 @@ class ArrayStore:
 
     def __init__(self, path: str | os.PathLike[str], *, num_threads: int = 0):
         self.path = os.path.abspath(path)
-        notes = _read_json(self.path, _TREE_FILE)
+        notes = stored_tree.read_json(self.path, stored_tree.TREE_FILE)
         self._is_zarr3 = bool(notes.get("use_zarr3", False))
         has_database = os.path.isfile(os.path.join(self.path, "manifest.ocdbt"))
         self.is_ocdbt = bool(notes.get("use_ocdbt", has_database))
@@ -180,11 +129,7 @@ class ArrayStore:
             raise ArrayError(
                 "", f"{self.path} should have {said}database: manifest.ocdbt {there}"
             )
-        try:
-            self.leaves = _parse_tree(notes, _key_impls(self.path))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            file = os.path.join(self.path, _TREE_FILE)
-            raise ArrayError("", f"{file} cannot be understood: {error!r}") from error
+        self.leaves = stored_tree.parse(notes, folder=self.path)
         owners: dict[str, list[str]] = {}
         for leaf in self.leaves.values():
             if leaf.has_array:
@@ -284,7 +229,7 @@ class ArrayStore:
             if leaf.kind == "string":
                 value = self._all_texts.get(leaf.name)
                 if type(value) is not str:
-                    file = os.path.join(self.path, _TEXT_FILE)
+                    file = os.path.join(self.path, stored_tree.TEXT_FILE)
                     raise ArrayError(leaf.path, f"no text of that name in {file}")
                 found[leaf.path] = value
         return found
@@ -292,7 +237,7 @@ class ArrayStore:
     @functools.cached_property
     def _all_texts(self) -> dict[str, Any]:
         """As Orbax keeps them: nested where a name has slashes."""
-        return _read_json(self.path, _TEXT_FILE)
+        return stored_tree.read_json(self.path, stored_tree.TEXT_FILE)
 
     def sizes_on_disk(self) -> dict[str, int]:
         """Name -> bytes of its chunks in the database.
@@ -422,64 +367,10 @@ def measure_leaves(
     return {name: (len(found[name]), sum(found[name])) for name in names}
 
 
-# --- what Orbax notes beside the arrays ---------------------------------------
-
-
-def _read_json(folder: str, name: str) -> dict[str, Any]:
-    file = os.path.join(folder, name)
-    try:
-        value = json.loads(pathlib.Path(file).read_bytes())
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise ArrayError("", f"{file} is missing") from error
-    except (ValueError, RecursionError) as error:
-        raise ArrayError("", f"{file} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ArrayError("", f"{file} holds no JSON object")
-    return value
-
-
-def _parse_tree(
-    notes: Mapping[str, Any], key_impls: Mapping[str, str]
-) -> dict[str, StoredLeaf]:
-    """Leaf path -> leaf, of Orbax's notes."""
-    found: dict[str, StoredLeaf] = {}
-    for entry in notes["tree_metadata"].values():
-        keys = entry["key_metadata"]
-        segments = tuple(str(key["key"]) for key in keys)
-        name = ".".join(segments)
-        leaf = StoredLeaf(
-            segments=segments,
-            is_index=tuple(key["key_type"] == 1 for key in keys),
-            name=name,
-            kind=str(entry["value_metadata"]["value_type"]),
-            key_impl=key_impls.get(name, ""),
-        )
-        if (other := found.setdefault(leaf.path, leaf)) is not leaf:
-            raise ValueError(
-                f"leaves {list(other.segments)} and {list(segments)} have the same path"
-            )
-    return found
-
-
-def _key_impls(folder: str) -> dict[str, str]:
-    """Name -> implementation of typed random keys."""
-    found = {}
-    for file in sorted(pathlib.Path(folder, "array_metadatas").glob("process_*")):
-        notes = _read_json(str(file.parent), file.name)
-        try:
-            for entry in notes["array_metadatas"]:
-                array = entry["array_metadata"]
-                if impl := (array.get("ext_metadata") or {}).get("random_key_impl"):
-                    found[array["param_name"]] = str(impl)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ArrayError("", f"{file} cannot be understood: {error!r}") from error
-    return found
-
-
 # --- what TensorStore says ----------------------------------------------------
 
 
-def _uncut(part: int, size: int) -> int:
+def _uncut(part: int | None, size: int) -> int:
     return part or max(1, size)
 
 
