@@ -1,0 +1,192 @@
+"""A mirror in a folder: on another disk, itself a root that can be trained from.
+
+World: host-only. Floor: above `mirror_mark`, below `mirror`. Read
+`jaxft/checkpoint/mirror_mark.py` before and `jaxft/checkpoint/mirror.py` after.
+
+A step is copied under a name that says unfinished; each file is made durable, dropped
+from the page cache and read back; one rename makes the step. Files that it shares
+with a mirrored step by hard link in the root are hard-linked here too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import pathlib
+import shutil
+import stat
+from collections.abc import Iterator, Mapping
+
+from jaxft.checkpoint import layout, mirror_mark
+
+_COPYING = f"{layout.TMP_MARK}-mirror"
+_DOOMED = f"{layout.TMP_MARK}-mirror-deleted"
+
+
+class FolderTarget:
+    """Steps in a folder of this machine.
+
+    Args:
+        root: the folder; made when the first step is copied.
+    """
+
+    def __init__(self, root: str):
+        self.where = os.path.abspath(os.path.expanduser(root))
+
+    def marks(self) -> dict[int, mirror_mark.Mark | None]:
+        """Step -> its mark; None where a step is there and nobody can tell whose.
+
+        Raises:
+            OSError: the folder cannot be read.
+        """
+        found: dict[int, mirror_mark.Mark | None] = {}
+        for step in layout.discover(self.where).steps:
+            file = pathlib.Path(self._step_path(step), mirror_mark.MARK_FILE)
+            found[step] = None
+            with contextlib.suppress(FileNotFoundError, mirror_mark.MirrorError):
+                mark = mirror_mark.decode(file.read_bytes(), source=str(file))
+                found[step] = mark if mark.step == step else None
+        return found
+
+    def add(
+        self,
+        source: mirror_mark.Source,
+        *,
+        owner: str,
+        known: mirror_mark.Known,
+        pace: mirror_mark.Pace,
+    ) -> tuple[mirror_mark.Mark, int]:
+        """Copies a step; see `mirror_objects.ObjectTarget.add`."""
+        final = self._step_path(source.step)
+        copy = f"{final}{_COPYING}"
+        layout.make_root(self.where)
+        _remove(copy)
+        os.mkdir(copy)
+        files: dict[str, mirror_mark.MirroredFile] = {}
+        num_sent_bytes = 0
+        for file in source.files:
+            path = os.path.join(copy, file.path)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            held = known.find(file, step=source.step)
+            if held and self._link(path, file.path, held=held):
+                pace.spend(0)
+                files[file.path] = held[1]
+                continue
+            origin = os.path.join(source.path, file.path)
+            files[file.path] = file.sent(_copy(origin, path, pace=pace))
+            num_sent_bytes += file.num_bytes
+        mark = source.mark(files, source=owner)
+        self._commit(copy, final, mark)
+        return mark, num_sent_bytes
+
+    def _link(
+        self, path: str, name: str, *, held: tuple[int, mirror_mark.MirroredFile]
+    ) -> bool:
+        """Links a file of a mirrored step; False where that does not work."""
+        step, file = held
+        donor = os.path.join(self._step_path(step), name)
+        try:
+            if os.lstat(donor).st_size != file.num_bytes:
+                return False
+            os.link(donor, path)
+        except OSError:
+            return False
+        return True
+
+    def _commit(self, copy: str, final: str, mark: mirror_mark.Mark) -> None:
+        with open(os.path.join(copy, mirror_mark.MARK_FILE), "xb") as file:
+            file.write(mirror_mark.encode(mark))
+            file.flush()
+            _make_durable(file.fileno())
+        for folder, _, _ in os.walk(copy, topdown=False):
+            layout.sync_folder(folder)
+        if os.path.lexists(final):
+            # The same label of a timeline that a rollback has ended.
+            _remove(f"{final}{_DOOMED}")
+            os.rename(final, f"{final}{_DOOMED}")
+        os.rename(copy, final)
+        layout.sync_folder(self.where)
+        _remove(f"{final}{_DOOMED}")
+
+    def remove(
+        self, step: int, *, marks: Mapping[int, mirror_mark.Mark | None]
+    ) -> None:
+        """Deletes a step: its name first."""
+        del marks  # A file goes with its last link.
+        doomed = f"{self._step_path(step)}{_DOOMED}"
+        _remove(doomed)
+        os.rename(self._step_path(step), doomed)
+        _remove(doomed)
+
+    def sweep(self, *, marks: Mapping[int, mirror_mark.Mark | None]) -> None:
+        """Deletes what an interrupted copy or deletion of a mirror left."""
+        del marks
+        for path, _ in layout.discover(self.where).unfinished:
+            if path.endswith((_COPYING, _DOOMED)):
+                _remove(path)
+
+    def read(self, mark: mirror_mark.Mark) -> Iterator[tuple[str, bytes]]:
+        """(path, piece) of all files of a step, each file's pieces in order.
+
+        Raises:
+            DamageError: a file is missing.
+            OSError: a file cannot be read.
+        """
+        folder = self._step_path(mark.step)
+        for path in mark.files:
+            yield path, b""
+            try:
+                for piece in mirror_mark.read_pieces(os.path.join(folder, path)):
+                    yield path, piece
+            except FileNotFoundError as error:
+                raise mirror_mark.DamageError(f"{path} is missing") from error
+
+    def _step_path(self, step: int) -> str:
+        return layout.step_path(self.where, step)
+
+
+def _copy(origin: str, path: str, *, pace: mirror_mark.Pace) -> str:
+    """Copies one file durably and reads it back; the sha256 of its bytes.
+
+    Raises:
+        MirrorError: the copy is not what was written.
+        OSError: a file cannot be read or written.
+    """
+    digest = hashlib.sha256()
+    with open(path, "xb", buffering=0) as file:
+        for piece in mirror_mark.read_pieces(origin):
+            pace.spend(len(piece))
+            digest.update(piece)
+            rest = memoryview(piece)
+            while rest:
+                rest = rest[file.write(rest) :]
+        _make_durable(file.fileno())
+    again = hashlib.sha256()
+    for piece in mirror_mark.read_pieces(path):
+        pace.spend(0)
+        again.update(piece)
+    if again.digest() != digest.digest():
+        raise mirror_mark.MirrorError(f"{path} does not read back as it was written")
+    return digest.hexdigest()
+
+
+def _make_durable(fd: int) -> None:
+    """On the disk, read-only, and no longer in memory: who reads, reads the disk."""
+    mode = stat.S_IMODE(os.fstat(fd).st_mode)
+    os.fchmod(fd, mode & ~(stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH))
+    os.fsync(fd)
+    with contextlib.suppress(OSError):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _remove(folder: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(folder)
+
+
+def is_same_folder(target: FolderTarget, root: str) -> bool:
+    """Whether the mirror is the root itself, whatever its name."""
+    with contextlib.suppress(OSError):
+        return os.path.samefile(target.where, root)
+    return False
