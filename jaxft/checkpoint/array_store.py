@@ -206,16 +206,28 @@ class ArrayStore:
         )
         ahead: collections.deque[tuple[tuple[int, ...], Any]] = collections.deque()
         for offsets, shape in boxes:
-            box = tuple(
-                slice(start, start + size)
-                for start, size in zip(offsets, shape, strict=True)
-            )
-            ahead.append((offsets, array[box].read()))
+            ahead.append((offsets, array[_slices(offsets, shape)].read()))
             if len(ahead) > 1:
                 first, future = ahead.popleft()
                 yield first, np.asarray(self._result(name, future))
         for first, future in ahead:
             yield first, np.asarray(self._result(name, future))
+
+    def damaged_chunks(self, name: str) -> Iterator[ArrayError]:
+        """What is wrong with each damaged part of an array, read one by one.
+
+        Raises:
+            ArrayError: what describes the array is damaged.
+            OSError: it cannot be read.
+        """
+        array, spec = self._open(name), self.spec(name)
+        for offsets, shape in plan_boxes(
+            spec.shape, step=spec.read_shape, num_elements=1
+        ):
+            try:
+                self._result(name, array[_slices(offsets, shape)].read())
+            except ArrayError as error:
+                yield error
 
     def texts(self) -> dict[str, str]:
         """Leaf path -> value, of the leaves that are text.
@@ -331,6 +343,11 @@ def plan_boxes(
                 for part, size, start in zip(box, shape, offsets, strict=True)
             ),
         )
+
+
+def _slices(offsets: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    pairs = zip(offsets, shape, strict=True)
+    return tuple(slice(start, start + size) for start, size in pairs)
 
 
 def measure_leaves(

@@ -1,0 +1,380 @@
+"""Proves a step: reads every byte of it and compares with what was written.
+
+World: host-only. Floor: above `array_store`. Read `jaxft/checkpoint/array_store.py`
+and `jaxft/checkpoint/manifest.py` before.
+
+A step is proven when its manifest matches its own digest, each file its length and
+sha256, each chunk its crc32c, each leaf the fingerprint that was taken of the state
+before it left the device, and when run record, manifest and Orbax's notes speak of
+the same leaves. Memory is bounded, whatever the size of the step.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import re
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxft import fingerprints
+from jaxft.checkpoint import array_store, layout, run_record
+from jaxft.checkpoint import manifest as manifests
+from jaxft.checkpoint.manifest import LeafEntry, Manifest, Problem
+from jaxft.checkpoint.stored_tree import ArrayError
+
+MEMORY_BYTES = 2**28
+
+NO_MANIFEST = "there is no manifest: the step cannot be proven"
+
+_MAX_CHUNKS_NAMED = 20
+_STEP_NAME = re.compile(
+    rf"(\d+)(?:\.(?:quarantined|abandoned)-.*|{layout.TMP_MARK}.*)?"
+)
+# Stored as bytes, for want of a type of their own; see `jaxft/checkpoint/leaves.py`.
+_BY_BITS = {"float8_e4m3": np.dtype(ml_dtypes.float8_e4m3)}
+_BY_VALUE = ("uint2", "uint4")
+_PYTHON_DTYPES = {"int": "int64", "float": "float64", "bool": "bool"}
+# Nobody wrote these into the step, and a reader would take them for a part of it.
+_SHADOWS = ("manifest.ocdbt", "_METADATA", "_sharding", "_strings.json", "zarr.json")
+
+
+def verify_step(
+    step_path: str | os.PathLike[str],
+    *,
+    full: bool = True,
+    allow_unproven: bool = False,
+    memory_bytes: int = MEMORY_BYTES,
+    progress: Callable[[int], None] | None = None,
+) -> list[Problem]:
+    """What is wrong with a step; nothing when it is proven.
+
+    Args:
+        step_path: the step's folder.
+        full: reads everything; otherwise only the JSON and the lengths.
+        allow_unproven: a step without manifest is no problem by itself: then its
+            arrays are read, and are right as far as their own checksums tell.
+        memory_bytes: for what is read, at a time.
+        progress: told how many bytes of arrays were read since it was told last;
+            from several threads, one at a time.
+
+    Raises:
+        FaultError: kind CONFIG: a newer jaxft wrote it.
+        OSError: a part of it is there but cannot be read.
+    """
+    try:
+        manifest = manifests.read(step_path)
+    except (FileNotFoundError, NotADirectoryError):
+        if not allow_unproven:
+            return [Problem(_MANIFEST_PATH, NO_MANIFEST)]
+        return _verify_unproven(
+            step_path, full=full, memory_bytes=memory_bytes, progress=progress
+        )
+    except manifests.ManifestError as error:
+        return [Problem(_MANIFEST_PATH, str(error))]
+    problems = manifests.check_files(step_path, manifest, full=full)
+    if not any(problem.path == _RECORD_PATH for problem in problems):
+        problems += _check_record(step_path, manifest)
+    problems += _check_shadows(step_path, manifest)
+    if full:
+        gone = {problem.leaf for problem in problems}
+        problems += check_leaves(
+            step_path,
+            manifest,
+            paths=[path for path in manifest.leaves if path not in gone],
+            memory_bytes=memory_bytes,
+            progress=progress,
+        )
+    return problems
+
+
+_MANIFEST_PATH = f"{manifests.MANIFEST_ITEM}/{manifests.MANIFEST_FILE}"
+_RECORD_PATH = f"{layout.RUN_ITEM}/{run_record.RECORD_FILE}"
+
+
+def count_bytes(manifest: Manifest) -> int:
+    """Bytes of arrays that a full verification reads, as they are in memory."""
+    return sum(_num_bytes(leaf) for leaf in manifest.leaves.values())
+
+
+def _num_bytes(leaf: LeafEntry) -> int:
+    try:
+        itemsize = np.dtype(leaf.dtype).itemsize
+    except TypeError:
+        itemsize = 8 if leaf.dtype.startswith("key<") else 1
+    return int(np.prod(leaf.shape, dtype=np.int64)) * itemsize
+
+
+# --- leaves -------------------------------------------------------------------
+
+
+def check_leaves(
+    step_path: str | os.PathLike[str],
+    manifest: Manifest,
+    *,
+    paths: Collection[str] | None = None,
+    memory_bytes: int = MEMORY_BYTES,
+    progress: Callable[[int], None] | None = None,
+) -> list[Problem]:
+    """Reads leaves and compares their fingerprints with the manifest's.
+
+    Args:
+        step_path: the step's folder.
+        manifest: its manifest.
+        paths: which leaves; all of them by default.
+        memory_bytes: for what is read, at a time.
+        progress: see `verify_step`.
+
+    Raises:
+        OSError: a chunk that is there cannot be read.
+    """
+    chosen = [manifest.leaves[path] for path in paths] if paths is not None else None
+    leaves = list(manifest.leaves.values()) if chosen is None else chosen
+    if not leaves:
+        return []
+    try:
+        store = _open(step_path)
+    except ArrayError as error:
+        return [_array_problem(step_path, error)]
+    if store.is_ocdbt != (manifest.array_layout == "ocdbt"):
+        reason = f"the manifest says that the arrays are {manifest.array_layout}"
+        return [Problem(layout.STATE_ITEM, reason)]
+    stored = {leaf.path: leaf for leaf in store.leaves.values() if leaf.has_array}
+    tell = _locked(progress)
+
+    def check(leaf: LeafEntry, max_bytes: int) -> list[Problem]:
+        known = stored.get(leaf.path)
+        if known is None or known.name != leaf.name:
+            return [Problem(leaf.path, "is not among the stored arrays", leaf.path)]
+        try:
+            reason = _compare(store, leaf, max_bytes=max_bytes, tell=tell)
+        except ArrayError as error:
+            return _name_chunks(step_path, store, leaf.name, error)
+        return [Problem(leaf.path, reason, leaf.path)] if reason else []
+
+    return _in_parallel(leaves, check, memory_bytes=memory_bytes)
+
+
+def _open(step_path: str | os.PathLike[str]) -> array_store.ArrayStore:
+    return array_store.ArrayStore(os.path.join(step_path, layout.STATE_ITEM))
+
+
+def _in_parallel(
+    leaves: Iterable[Any],
+    check: Callable[[Any, int], list[Problem]],
+    *,
+    memory_bytes: int,
+) -> list[Problem]:
+    """Problems of all leaves, in their order; the memory is shared out."""
+    num_threads = os.cpu_count() or 1
+    max_bytes = max(1, memory_bytes // num_threads)
+    with concurrent.futures.ThreadPoolExecutor(num_threads, "jaxft-verify") as pool:
+        found = list(pool.map(lambda leaf: check(leaf, max_bytes), leaves))
+    return [problem for problems in found for problem in problems]
+
+
+def _locked(progress: Callable[[int], None] | None) -> Callable[[int], None]:
+    lock = threading.Lock()
+
+    def tell(num_bytes: int) -> None:
+        if progress is not None:
+            with lock:
+                progress(num_bytes)
+
+    return tell
+
+
+def _compare(
+    store: array_store.ArrayStore,
+    leaf: LeafEntry,
+    *,
+    max_bytes: int,
+    tell: Callable[[int], None],
+) -> str:
+    """What differs between a stored array and the manifest; empty when nothing."""
+    spec = store.spec(leaf.name)
+    if reason := _check_type(leaf, spec):
+        return reason
+    dtype = _BY_BITS.get(leaf.dtype, spec.dtype)
+    digester = fingerprints.ArrayDigester(spec.shape, dtype)
+    for offsets, part in store.read_chunks(leaf.name, max_bytes=max_bytes):
+        digester.add(part.view(dtype), offsets=offsets)
+        tell(part.nbytes)
+    digest = digester.result()
+    if digest.fingerprint != leaf.fingerprint:
+        return (
+            f"its values have changed: fingerprint {digest.fingerprint}, "
+            f"{leaf.fingerprint} was saved"
+        )
+    if digest.num_nonfinite != leaf.num_nonfinite:
+        return (
+            f"{digest.num_nonfinite} elements are not finite, the manifest says "
+            f"{leaf.num_nonfinite}"
+        )
+    return ""
+
+
+def _check_type(leaf: LeafEntry, spec: array_store.ArraySpec) -> str:
+    """Whether the stored array is one of the leaf's type."""
+    shape, dtype = spec.shape, str(spec.dtype)
+    if leaf.dtype.startswith("key<"):
+        shape, fits = shape[: len(leaf.shape)], dtype == "uint32"
+    elif leaf.dtype in _BY_BITS or leaf.dtype in _BY_VALUE:
+        fits = dtype == "uint8"
+    else:
+        fits = dtype == leaf.dtype
+    if fits and shape == leaf.shape:
+        return ""
+    return (
+        f"{dtype}{list(spec.shape)} is stored, a {leaf.dtype}{list(leaf.shape)} "
+        "was saved"
+    )
+
+
+def _name_chunks(
+    step_path: str | os.PathLike[str],
+    store: array_store.ArrayStore,
+    name: str,
+    error: ArrayError,
+) -> list[Problem]:
+    """All damaged chunks of a leaf, one by one; the first error is known already."""
+    found = {error.reason: _array_problem(step_path, error)}
+    try:
+        for problem in store.damaged_chunks(name):
+            found.setdefault(problem.reason, _array_problem(step_path, problem))
+            if len(found) >= _MAX_CHUNKS_NAMED:
+                break
+    except ArrayError:
+        pass  # What describes the array is damaged: the first error says so.
+    return sorted(found.values(), key=lambda problem: problem.path)
+
+
+def _array_problem(step_path: str | os.PathLike[str], error: ArrayError) -> Problem:
+    """The error, by the file that is to blame where it is one of the step."""
+    file = os.path.relpath(error.file, step_path) if error.file else ""
+    if not file or file.startswith(".."):
+        file = error.leaf or layout.STATE_ITEM
+    return Problem(file, error.reason, error.leaf)
+
+
+# --- what the parts of a step say of each other --------------------------------
+
+
+def _check_record(
+    step_path: str | os.PathLike[str], manifest: Manifest
+) -> list[Problem]:
+    """Whether run record, manifest and the folder's name mean the same step."""
+    try:
+        record = run_record.read_record(step_path)
+        specs = run_record.leaf_specs(record)
+    except (FileNotFoundError, NotADirectoryError):
+        return [Problem(_RECORD_PATH, "is missing")]
+    except run_record.RecordError as error:
+        return [Problem(_RECORD_PATH, str(error))]
+    problems = []
+    if record["step"] != manifest.step:
+        reason = f"is of step {record['step']}, the manifest of {manifest.step}"
+        problems.append(Problem(_RECORD_PATH, reason))
+    name = os.path.basename(os.path.abspath(step_path))
+    match = _STEP_NAME.fullmatch(name)
+    if match and int(match[1]) != manifest.step:
+        reason = f"is of step {manifest.step}, the folder is called {name}"
+        problems.append(Problem(_MANIFEST_PATH, reason))
+    if record.get("timeline", 0) != manifest.timeline:
+        reason = (
+            f"is of timeline {record.get('timeline', 0)}, the manifest of "
+            f"{manifest.timeline}"
+        )
+        problems.append(Problem(_RECORD_PATH, reason))
+    return problems + _check_specs(specs, manifest)
+
+
+def _check_specs(
+    specs: Mapping[str, run_record.LeafSpec], manifest: Manifest
+) -> list[Problem]:
+    """Whether every leaf that has bytes has a fingerprint of the right type."""
+    wanted = {
+        path: (_PYTHON_DTYPES.get(spec.kind, spec.dtype), spec.shape)
+        for path, spec in specs.items()
+        if not spec.is_empty and spec.kind is not run_record.LeafKind.TEXT
+    }
+    problems = [
+        Problem(path, "has no fingerprint in the manifest", path)
+        for path in wanted
+        if path not in manifest.leaves
+    ]
+    for path, leaf in manifest.leaves.items():
+        if path not in wanted:
+            problems.append(Problem(path, "is not in the run record", path))
+        elif wanted[path] != (leaf.dtype, leaf.shape):
+            dtype, shape = wanted[path]
+            reason = (
+                f"is {leaf.dtype}{list(leaf.shape)} in the manifest, "
+                f"{dtype}{list(shape)} in the run record"
+            )
+            problems.append(Problem(path, reason, path))
+    names = {f"{layout.STATE_ITEM}/{leaf.name}" for leaf in manifest.leaves.values()}
+    for path, entry in manifest.files.items():
+        folder = manifests.leaf_folder(path, manifest.files)
+        if not entry.sha256 and folder not in names:
+            problems.append(Problem(path, "nothing proves it: no digest, no leaf"))
+    return problems
+
+
+def _check_shadows(
+    step_path: str | os.PathLike[str], manifest: Manifest
+) -> list[Problem]:
+    """Files that came later and that a reader would believe."""
+    found = []
+    for folder, folders, files in os.walk(os.path.join(step_path, layout.STATE_ITEM)):
+        folders.sort()
+        for name in sorted(files):
+            path = os.path.relpath(os.path.join(folder, name), step_path)
+            path = path.replace(os.sep, "/")
+            if path in manifest.files:
+                continue
+            if name in _SHADOWS or os.path.basename(folder) == "array_metadatas":
+                found.append(Problem(path, "was not there when the step was written"))
+    return found
+
+
+# --- steps without a manifest --------------------------------------------------
+
+
+def _verify_unproven(
+    step_path: str | os.PathLike[str],
+    *,
+    full: bool,
+    memory_bytes: int,
+    progress: Callable[[int], None] | None,
+) -> list[Problem]:
+    """Whether an older step, or a stock one, can be read at all."""
+    problems = []
+    try:
+        run_record.read_record(step_path)
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # Not of jaxft.
+    except run_record.RecordError as error:
+        problems.append(Problem(_RECORD_PATH, str(error)))
+    try:
+        store = _open(step_path)
+        store.texts()
+    except ArrayError as error:
+        return [*problems, _array_problem(step_path, error)]
+    tell = _locked(progress)
+
+    def check(name: str, max_bytes: int) -> list[Problem]:
+        try:
+            for _, part in store.read_chunks(name, max_bytes=max_bytes):
+                tell(part.nbytes)
+        except ArrayError as error:
+            return _name_chunks(step_path, store, name, error)
+        return []
+
+    if full:
+        problems += _in_parallel(store.names(), check, memory_bytes=memory_bytes)
+    return problems
