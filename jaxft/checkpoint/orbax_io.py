@@ -1,11 +1,12 @@
 """Reads and writes one step folder through Orbax: the only door to it.
 
-World: device. Floor: above `leaves`, below `restore`. Read
-`jaxft/checkpoint/leaves.py` before and `jaxft/checkpoint/restore.py` after.
+World: device. Floor: above `array_handler`, below `restore`. Read
+`jaxft/checkpoint/array_handler.py` before and `jaxft/checkpoint/restore.py` after.
 
 A step is written by Orbax's own async machinery in its own layout, so that
-`ocp.CheckpointManager(root).restore(step)` of an untouched Orbax reads it. Ours is
-the commit: every file is made read-only and durable, then one rename makes the step.
+`ocp.CheckpointManager(root).restore(step)` of an untouched Orbax reads it. Ours are
+the array handlers and the commit: the finished folder is sealed by whoever asked for
+it, every file is made read-only and durable, then one rename makes the step.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
 from typing import Any
 
 import jax
@@ -28,22 +30,30 @@ import orbax.checkpoint as ocp
 
 from jaxft import records
 from jaxft.checkpoint import layout, leaves, quiet, run_record
+from jaxft.checkpoint.array_handler import ArrayOptions, make_registry
 
 PyTree = Any
 # Orbax's own path type, which is `pathlib`'s as far as local folders are concerned.
 Path = Any
+# Called with the folder of a step that is finished, but not yet durable nor committed.
+Seal = Callable[[pathlib.Path], None]
 
 _SEALED = f"{layout.TMP_MARK}-sealed"
 # At most so much is held at once while a step is read only to see whether it can be.
 _PROBE_BYTES = 2**28
+_NUM_SYNC_THREADS = 8
+_WRITABLE = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 
 
 class _DurablePath(ocp.path.atomicity.AtomicRenameTemporaryPath):
     """Orbax's temporary folder, with a commit that survives a power cut.
 
     Orbax moves the finished folder to a name that still says unfinished; there it
-    becomes durable and read-only, and the rename to the step's name is the commit.
+    is sealed and becomes durable and read-only, and the rename to the step's name is
+    the commit. Of several processes only the primary does so, after all have written.
     """
+
+    seal: Seal = staticmethod(lambda _: None)
 
     def __init__(self, temporary_path: Path | None, final_path: Path, **options: Any):
         self._step_path = final_path
@@ -63,25 +73,36 @@ class _DurablePath(ocp.path.atomicity.AtomicRenameTemporaryPath):
     async def finalize(self) -> None:
         """Commits."""
         await super().finalize()
+        await asyncio.to_thread(self.seal, pathlib.Path(self._final_path))
         await asyncio.to_thread(_commit, self._final_path, self._step_path)
 
 
 def _commit(sealed: Path, step_path: Path) -> None:
     """Everything durable and read-only, then the name, then the name durable."""
-    for folder, _, files in os.walk(sealed, topdown=False):
-        for file in files:
-            fd = os.open(os.path.join(folder, file), os.O_RDONLY)
-            try:
-                mode = stat.S_IMODE(os.fstat(fd).st_mode)
-                os.fchmod(fd, mode & ~(stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH))
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-        layout.sync_folder(folder)
+    folders = list(os.walk(sealed, topdown=False))
+    paths = [
+        os.path.join(folder, file) for folder, _, files in folders for file in files
+    ]
+    # Many small files wait for the disk one after the other, unless asked at once.
+    with futures.ThreadPoolExecutor(_NUM_SYNC_THREADS, "jaxft-sync") as threads:
+        list(threads.map(_sync_file, paths))
+        list(threads.map(layout.sync_folder, [folder for folder, _, _ in folders]))
     if os.path.lexists(step_path):
         raise FileExistsError(errno.EEXIST, "a step of this name is there", step_path)
     os.rename(sealed, step_path)
     layout.sync_folder(os.path.dirname(step_path))
+
+
+def _sync_file(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        status = os.fstat(fd)
+        if status.st_nlink > 1 and not status.st_mode & _WRITABLE:
+            return  # It is a file of a committed step as well.
+        os.fchmod(fd, stat.S_IMODE(status.st_mode) & ~_WRITABLE)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def remove_unfinished(step_path: str) -> None:
@@ -158,7 +179,14 @@ class Write:
 
 
 def write_async(
-    path: str, stored: PyTree, *, record: Mapping[str, Any], timeout_secs: float
+    path: str,
+    stored: PyTree,
+    *,
+    record: Mapping[str, Any],
+    timeout_secs: float,
+    arrays: ArrayOptions | None = None,
+    links: Mapping[str, str] | None = None,
+    seal: Seal | None = None,
 ) -> Write:
     """Starts to write a step; returns when the state may change or be donated.
 
@@ -169,10 +197,20 @@ def write_async(
             already: a donated buffer that is held is not written to.
         record: the run record.
         timeout_secs: Orbax's deadline for the whole save, rounded up.
+        arrays: how arrays are stored.
+        links: leaf name -> absolute folder of the same leaf, of the same value, in a
+            committed step on the same file system: its files are hard-linked instead
+            of written. Only in the layout "files", and the same on all processes.
+        seal: called once, by the primary process, with the folder when all processes
+            have written: what it adds is committed with the rest, and what it raises
+            fails the save.
     """
+    arrays = arrays or ArrayOptions()
+    options = {} if seal is None else {"seal": staticmethod(seal)}
+    path_class: Any = type("_SealedPath", (_DurablePath,), options)
     checkpointer = ocp.AsyncCheckpointer(
         ocp.CompositeCheckpointHandler(
-            state=_state_handler(),
+            state=_state_handler(arrays, links=links),
             run=ocp.JsonCheckpointHandler(filename=run_record.RECORD_FILE),
         ),
         async_options=ocp.options.AsyncOptions(
@@ -181,7 +219,7 @@ def write_async(
             # thread fails the others wait for it up to Orbax's own time-out.
             create_directories_asynchronously=False,
         ),
-        temporary_path_class=_DurablePath,
+        temporary_path_class=path_class,
     )
     # The keywords are layout.STATE_ITEM and layout.RUN_ITEM.
     items = ocp.args.Composite(
@@ -199,17 +237,30 @@ def write_async(
     return Write(path, checkpointer)
 
 
-def _state_handler() -> ocp.PyTreeCheckpointHandler:
-    return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True)
+def _state_handler(
+    arrays: ArrayOptions, *, links: Mapping[str, str] | None = None
+) -> ocp.PyTreeCheckpointHandler:
+    return ocp.PyTreeCheckpointHandler(
+        use_ocdbt=arrays.layout == "ocdbt",
+        use_zarr3=True,
+        type_handler_registry=make_registry(arrays, links=links),
+    )
 
 
-def read_state(path: str, target: PyTree, *, record: Mapping[str, Any]) -> PyTree:
+def read_state(
+    path: str,
+    target: PyTree,
+    *,
+    record: Mapping[str, Any],
+    memory_bytes: int = ArrayOptions.memory_bytes,
+) -> PyTree:
     """Reads the state of a step into the structure and placement of `target`.
 
     Args:
         path: the step's folder.
         target: see `leaves.match`.
         record: the step's run record.
+        memory_bytes: host memory to use beyond the result.
 
     Raises:
         TargetMismatchError: the target is another tree.
@@ -218,7 +269,8 @@ def read_state(path: str, target: PyTree, *, record: Mapping[str, Any]) -> PyTre
             tells those from failures that are not the checkpoint's.
     """
     requests = leaves.match(target, run_record.leaf_specs(record), path=path)
-    values = _restore(path, record, requests)
+    arrays = ArrayOptions(memory_bytes=memory_bytes)
+    values = _restore(path, record, requests, arrays)
     treedef = jax.tree.structure(target)
     # One leaf after the other, so that at most one is there twice.
     result = [
@@ -229,13 +281,16 @@ def read_state(path: str, target: PyTree, *, record: Mapping[str, Any]) -> PyTre
 
 
 def _restore(
-    path: str, record: Mapping[str, Any], requests: Mapping[str, leaves.Request]
+    path: str,
+    record: Mapping[str, Any],
+    requests: Mapping[str, leaves.Request],
+    arrays: ArrayOptions,
 ) -> dict[str, Any]:
     """Leaf path -> value as stored, for the requested leaves that have elements."""
     items = _map_types(record["state"], requests, _item)
     args = _map_types(record["state"], requests, _restore_args)
     orbax_path: Path = pathlib.Path(path, layout.STATE_ITEM)
-    restored = _state_handler().restore(
+    restored = _state_handler(arrays).restore(
         orbax_path,
         args=ocp.args.PyTreeRestore(item=items, restore_args=args),
     )
@@ -339,7 +394,8 @@ def _host_request(spec: run_record.LeafSpec) -> leaves.Request:
 def _read_part(
     path: str, record: Mapping[str, Any], part: Mapping[str, leaves.Request]
 ) -> None:
-    values = _restore(path, record, part)
+    arrays = ArrayOptions(memory_bytes=_PROBE_BYTES)
+    values = _restore(path, record, part, arrays)
     for name, request in part.items():
         leaves.decode(values.pop(name, None), request)
 
