@@ -299,6 +299,14 @@ def _manager(
         save=config.save,
         keep=config.keep,
         timeout_secs=config.timeout_secs,
+        on_save_error=config.on_save_error,
+        max_failed_saves=config.max_failed_saves,
+        layout=config.layout.value,
+        codec=config.codec.value,
+        full_every=config.full_every,
+        verify=config.verify.value,
+        health=config.health,
+        memory_budget=config.memory_budget,
         emit=emit,
     )
 

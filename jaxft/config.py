@@ -60,6 +60,30 @@ class ResumeMode(enum.Enum):
     NEVER = "never"
 
 
+class ArrayLayout(enum.Enum):
+    """How the arrays of a checkpoint lie on disk."""
+
+    AUTO = "auto"
+    FILES = "files"
+    OCDBT = "ocdbt"
+
+
+class Codec(enum.Enum):
+    """How the chunks of a checkpoint's arrays are compressed."""
+
+    RAW = "raw"
+    LZ4 = "lz4"
+    ZSTD = "zstd"
+
+
+class Verify(enum.Enum):
+    """How much of a checkpoint is proven when it is restored."""
+
+    FULL = "full"
+    SAMPLE = "sample"
+    OFF = "off"
+
+
 class Progress(enum.Enum):
     """When the live progress line is drawn."""
 
@@ -213,15 +237,46 @@ class EvalConfig(Section):
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class CheckpointConfig(Section):
-    """When to save, what to keep."""
+    """When to save, what to keep, how it is stored and proven."""
 
     save: str = setting(
         "steps(100) | secs(600)", "when: steps(n), secs(n), joined by |", numbers=False
     )
     keep: str = setting(
-        "last(3)", "what stays: last(n), every(n), joined by |", numbers=False
+        "last(3)",
+        "what stays: last(n), every(n), best(n, metric), best(n, metric, max), "
+        "joined by |",
+        numbers=False,
     )
     timeout_secs: float = positive(600.0, "deadline of one save", numbers=False)
+    on_save_error: str = setting(
+        "fail", "what a failed save means: fail, warn or retry(n)", numbers=False
+    )
+    max_failed_saves: int = positive(
+        3, "failed saves in a row that end the run under warn", numbers=False
+    )
+    layout: ArrayLayout = setting(
+        ArrayLayout.AUTO,
+        "files (unchanged leaves are linked), ocdbt (few files) or auto",
+        numbers=False,
+    )
+    codec: Codec = setting(
+        Codec.RAW, "raw, or for slow storage lz4 or zstd", numbers=False
+    )
+    full_every: int = not_negative(
+        10, "commits after which a leaf is written anew; 0 never links", numbers=False
+    )
+    verify: Verify = setting(
+        Verify.FULL, "what a restore proves: full, sample or off", numbers=False
+    )
+    health: str = setting(
+        "params/**, opt_state/average/**",
+        "globs of the leaves that must be finite in a checkpoint",
+        numbers=False,
+    )
+    memory_budget: str = setting(
+        "4GiB", "host memory of a save or restore beyond the state", numbers=False
+    )
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)

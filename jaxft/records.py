@@ -115,7 +115,8 @@ class CheckpointInfo:
         path: its folder, absolute.
         commit_secs: when it was committed, in seconds since the epoch.
         num_bytes: size of its files.
-        metrics: evaluation results stored with it.
+        metrics: evaluation results stored with it; filled in for who asks for them.
+        healthy: whether it may be a resume point, as far as was asked.
     """
 
     step: int
@@ -123,6 +124,7 @@ class CheckpointInfo:
     commit_secs: float
     num_bytes: int = 0
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    healthy: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

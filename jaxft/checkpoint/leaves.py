@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -108,6 +109,15 @@ def check(target: PyTree) -> None:
         return _encode_leaf(leaf, path)
 
     _walk_state(target, type_of)
+
+
+def count_bytes(target: PyTree) -> int:
+    """Bytes of all arrays of a state, given as values or `jax.ShapeDtypeStruct`."""
+    total = 0
+    for leaf in jax.tree.leaves(target):
+        if hasattr(leaf, "dtype"):
+            total += math.prod(leaf.shape) * leaf.dtype.itemsize
+    return total
 
 
 def _walk_state(

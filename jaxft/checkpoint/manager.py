@@ -15,7 +15,9 @@ Leave it by `with` or `close`: a program that ends without them can lose the sav
 flight. The label of a save is the number of finished steps. At most one save is in
 flight; a periodic one that comes due meanwhile is skipped and counted. A failed save
 is never silent: `error()` tells a caller who polls, the next save raises it to one who
-does not, `wait` and `close` raise it until a later save has committed.
+does not, `wait` and `close` raise it until a later save has committed. With
+`on_save_error="warn"` or `"retry(n)"` the first two keep still as long as the policy
+bears it; `wait` and `close` never do.
 """
 
 from __future__ import annotations
@@ -34,15 +36,18 @@ from absl import logging
 from jaxft import config, records
 from jaxft.checkpoint import (
     at_exit,
+    decisions,
     layout,
     leaves,
+    options,
     orbax_io,
     policies,
     retention,
     run_record,
+    space,
 )
-from jaxft.checkpoint.flight import Flight
 from jaxft.checkpoint.restore import Check, Restored, refuse_foreign, restore_newest
+from jaxft.checkpoint.saves import Saves
 
 PyTree = Any
 
@@ -54,8 +59,20 @@ class CheckpointManager:
         root: a local folder, made by the first save; relative to the working
             directory of now, `~` is expanded.
         save: when `maybe_save` saves, e.g. `steps(100) | secs(600)`.
-        keep: what stays, e.g. `last(3) | every(1000)`; the newest always does.
+        keep: what stays, e.g. `last(3) | every(1000) | best(2, loss)`; the newest
+            always does.
         timeout_secs: deadline of one save, and of waiting for one.
+        on_save_error: `fail`, `warn`: go on without it, or `retry(n)`: go on, and the
+            next border saves at once, up to n times in a row.
+        max_failed_saves: so many failures in a row end the run under `warn`.
+        layout: of arrays on disk: `files`, `ocdbt` or `auto`.
+        codec: of their chunks: `raw`, `lz4` or `zstd`.
+        full_every: a leaf that does not change is hard-linked to the bytes of an
+            earlier save, for at most so many commits; 0 writes everything every time.
+        verify: what a restore proves: `full`, `sample` or `off`.
+        health: globs of leaf paths; a state in which one of them is not finite is
+            not committed.
+        memory_budget: host memory of a save or restore beyond the state, e.g. `4GiB`.
         emit: told of starts, commits, skips, failures, deletions.
         clock: seconds since the epoch, for the run record.
         timer: seconds that never go back, for the save policy.
@@ -65,7 +82,7 @@ class CheckpointManager:
         num_skipped: periodic saves that came due while one was in flight.
 
     Raises:
-        ConfigError: a policy, the root or the deadline cannot be used; `secs` with
+        ConfigError: a policy, the root or another setting cannot be used; `secs` with
             several processes, whose clocks would not agree, is such a policy.
     """
 
@@ -76,42 +93,48 @@ class CheckpointManager:
         save: str = "steps(100)",
         keep: str = "last(3)",
         timeout_secs: float = 600.0,
+        on_save_error: str = "fail",
+        max_failed_saves: int = 3,
+        layout: str = "auto",
+        codec: str = "raw",
+        full_every: int = 10,
+        verify: str = "full",
+        health: str = "params/**",
+        memory_budget: str = "4GiB",
         emit: records.Emit = records.ignore_event,
         clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic,
     ):
-        try:
-            self.root = layout.absolute_root(root)
-        except ValueError as error:
-            raise config.ConfigError("checkpoint", str(error)) from error
-        if not timeout_secs > 0:
-            raise config.ConfigError(
-                "checkpoint.timeout_secs", f"must be positive, is {timeout_secs}"
-            )
+        self.root = _checked_root(root, timeout_secs=timeout_secs)
         self.num_skipped = 0
-        self._save_policy = policies.parse_save(save)
-        if policies.reads_clock(self._save_policy) and jax.process_count() > 1:
-            raise config.ConfigError(
-                "checkpoint.save",
-                f"{save!r} goes by a clock, on which {jax.process_count()} processes "
-                "do not agree: use steps(n)",
-            )
+        self._save_policy = _save_policy(save)
         self._keep_policy = policies.parse_keep(keep)
         self._timeout_secs = timeout_secs
+        self._options = options.make_options(
+            layout=layout,
+            codec=codec,
+            full_every=full_every,
+            verify=verify,
+            health=health,
+            memory_budget=memory_budget,
+        )
         self._emit = emit
         self._clock = clock
         self._timer = timer
         self._last_step = -1
         self._last_secs = timer()
         self._answered_step = -1
-        # What the threads share.
-        self._lock = threading.Lock()
+        self._abilities: space.Abilities | None = None
+        self._saves = Saves(
+            self.root,
+            timeout_secs=timeout_secs,
+            errors=policies.parse_save_error(
+                on_save_error, max_failed=max_failed_saves
+            ),
+            emit=emit,
+            on_commit=self._retain,
+        )
         self._retention_lock = threading.Lock()
-        self._flight: Flight | None = None
-        self._threads: list[threading.Thread] = []
-        self._failure: records.Fault | None = None
-        self._failure_is_news = False
-        self._last_committed: int | None = None
         at_exit.finish_at_exit(self)
 
     # --- saving ---------------------------------------------------------------
@@ -120,6 +143,10 @@ class CheckpointManager:
         """Whether a periodic save is due at this border; once a step at most."""
         if step in (self._answered_step, self._last_step):
             return False
+        # Alone, a process tries again by itself; several agree in their loop.
+        if self.should_retry and jax.process_count() == 1:
+            self._answered_step = step
+            return True
         question = records.SaveQuestion(
             step=step,
             now_secs=self._timer(),
@@ -133,7 +160,7 @@ class CheckpointManager:
 
     def maybe_save(self, step: int, state: PyTree, **content: Any) -> bool:
         """Saves when the policy says so; see `save`. Whether a save began."""
-        self._raise_news()
+        self._saves.raise_news()
         return self.should_save(step) and self.save(step, state, **content)
 
     def save(
@@ -162,16 +189,18 @@ class CheckpointManager:
 
         Returns:
             False when the step is committed already, is in flight, or was skipped
-            because another one is in flight.
+            because another one is in flight; and when it could not begin and the
+            policy for failed saves is to go on.
 
         Raises:
             FaultError: kind SAVE_FAILED: an earlier save failed (told once), the one
-                in flight missed its deadline, or this one could not begin.
+                in flight missed its deadline, or this one could not begin, and the
+                policy for failed saves is at its end; a forced save always raises.
             LeafError: a leaf cannot be stored; nothing was written.
             ValueError: the label is not the state's step, or a newer step exists.
         """
         if not force:
-            self._raise_news()
+            self._saves.raise_news()
         self._check_label(step, state)
         if (flying := self.in_flight) is not None:
             if not force:
@@ -181,20 +210,20 @@ class CheckpointManager:
                     reason = f"step {flying} is still being saved"
                     self._emit("save_skipped", step=step, reason=reason)
                 return False
-            self._wait_for_flight(
+            self._saves.wait_for_flight(
                 self._timeout_secs if timeout_secs is None else timeout_secs
             )
+        content = {"data": data, "run": run, "metrics": metrics}
         try:
             if not self._is_new(step):
                 return False
+            self._begin(step, state, content=content)
         except (OSError, records.FaultError) as error:
-            raise self._refuse(step, error) from error
-        stored, types = leaves.encode(state)
-        now = self._clock()
-        record = run_record.make_record(
-            step, time_secs=now, state=types, data=data, run=run, metrics=metrics
-        )
-        self._begin(step, stored, record=record)
+            # One of TensorStore's or Orbax's comes here as one of the first kind.
+            refusal = self._saves.refuse(step, error)
+            if force or not self._saves.is_borne:
+                raise refusal from error
+            return False
         self._last_step, self._last_secs = step, self._timer()
         return True
 
@@ -214,7 +243,9 @@ class CheckpointManager:
 
     def _is_new(self, step: int) -> bool:
         """Whether the step is to be written; makes room for it."""
-        found = layout.discover(self.root)
+        found = decisions.discover(self.root)
+        if found.abandoned:
+            decisions.finish(self.root, emit=self._emit)
         if step in found.steps:
             return False
         if found.steps and found.steps[-1] > step:
@@ -229,108 +260,42 @@ class CheckpointManager:
             self._emit("quarantine", step=step, path=aside, reason=reason)
         return True
 
-    def _begin(self, step: int, stored: PyTree, *, record: dict[str, Any]) -> None:
+    def _begin(self, step: int, state: PyTree, *, content: dict[str, Any]) -> None:
+        """Takes the snapshot and lets it be written.
+
+        Raises:
+            OSError: it could not begin.
+            LeafError: see `save`.
+        """
         start = time.monotonic()
+        stored, types = leaves.encode(state)
+        record = run_record.make_record(
+            step,
+            time_secs=self._clock(),
+            state=types,
+            timeline=decisions.read(self.root).timeline,
+            **content,
+        )
+        path = layout.step_path(self.root, step)
         try:
             layout.make_root(self.root)
             write = orbax_io.write_async(
-                layout.step_path(self.root, step),
-                stored,
-                record=record,
-                timeout_secs=self._timeout_secs,
+                path, stored, record=record, timeout_secs=self._timeout_secs
             )
         except (OSError, ValueError) as error:
-            self._clean_failed(layout.step_path(self.root, step))
-            raise self._refuse(step, error) from error
-        flight = Flight(step, write)
-        thread = threading.Thread(
-            target=self._follow, args=(flight,), name="jaxft-commit", daemon=True
-        )
-        with self._lock:
-            self._flight = flight
-            self._threads = [*(t for t in self._threads if t.is_alive()), thread]
+            self._saves.clean_failed(path)
+            if isinstance(error, OSError):
+                raise
+            raise OSError(orbax_io.first_line(error)) from error
         self._emit("save_start", step=step, blocking_secs=time.monotonic() - start)
-        thread.start()
-
-    def _refuse(self, step: int, error: Exception) -> records.FaultError:
-        """A save that could not begin; it is raised, so it is no news any more."""
-        fault = self._fault(step, error)
-        with self._lock:
-            self._failure, self._failure_is_news = fault, False
-        self._emit("save_failed", step=step, reason=fault.evidence)
-        return records.FaultError(fault)
+        self._saves.begin(step, write, {})
 
     # --- in the background ----------------------------------------------------
 
-    def _follow(self, flight: Flight) -> None:
-        """Waits for one save, keeps how it ended, and cleans up behind it."""
-        flight.write.wait()
-        error = flight.write.error()
-        if error is not None and self._owns_leftovers(flight):
-            self._clean_failed(flight.write.path)
-        try:
-            self._end(flight, error)
-        finally:
-            flight.over.set()
-        if error is None and jax.process_index() == 0:
-            self._retain(flight.step)
-
-    def _end(self, flight: Flight, error: BaseException | None) -> None:
-        fault = None if error is None else self._fault(flight.step, error)
-        with self._lock:
-            was_given_up = self._flight is not flight
-            if not was_given_up:
-                self._flight = None
-            if fault is None:
-                self._last_committed = max(flight.step, self._last_committed or 0)
-                # Made good; but not by one that comes late, unless it is its own.
-                failed_step = -1 if self._failure is None else self._failure.step
-                if not was_given_up or failed_step == flight.step:
-                    self._failure, self._failure_is_news = None, False
-            elif not was_given_up:
-                self._failure, self._failure_is_news = fault, True
-        if fault is None:
-            num_bytes = layout.count_bytes(flight.write.path)
-            secs = flight.write.age_secs
-            self._emit("save_commit", step=flight.step, secs=secs, num_bytes=num_bytes)
-        elif not was_given_up:
-            self._emit("save_failed", step=flight.step, reason=fault.evidence)
-
-    def _fault(self, step: int, error: BaseException) -> records.Fault:
-        path = layout.step_path(self.root, step)
-        known = self._last_committed  # without the lock: it may be held
-        resume = "nothing is saved yet"
-        if known is not None:
-            resume = f"the same command goes on from step {known}"
-        text = (
-            f"save of step {step} to {path} failed: {orbax_io.cause(error)}; "
-            f"{orbax_io.remedy(error, root=self.root)}; {resume} "
-            f"({orbax_io.first_line(error)})"
-        )
-        return records.Fault(
-            kind=records.FaultKind.SAVE_FAILED,
-            step=step,
-            process=jax.process_index(),
-            evidence=text,
-        )
-
-    def _owns_leftovers(self, flight: Flight) -> bool:
-        """False when the same step, given up before, is being saved again."""
-        with self._lock:
-            current = self._flight
-        if current is None or current is flight:
-            return True
-        return current.step != flight.step
-
-    def _clean_failed(self, path: str) -> None:
-        """Gives back the space of a failed save."""
-        try:
-            orbax_io.remove_unfinished(path)
-        except (OSError, records.FaultError) as error:
-            self._emit("delete_failed", path=path, reason=str(error))
-
     def _retain(self, committed: int) -> None:
         """Deletes what the policy does not keep, as the disk is now."""
+        if jax.process_index() != 0:
+            return
         with self._retention_lock:
             retention.retain(
                 self.root,
@@ -349,21 +314,32 @@ class CheckpointManager:
             target: the state, as values or `jax.ShapeDtypeStruct`.
 
         Raises:
-            ConfigError: the root is no folder to be read and written, its newest or
-                only step is not ours, or a leaf of the target cannot be stored.
+            ConfigError: the root is no folder to be read and written, lacks something
+                that saves need (see `jaxft.checkpoint.space`) or the room for what is
+                kept, its newest or only step is not ours, or a leaf of the target
+                cannot be stored.
         """
         try:
-            refuse_foreign(layout.discover(self.root))
+            found = decisions.discover(self.root)
+            refuse_foreign(found)
             layout.check_writable(self.root)
             leaves.check(target)
-        except (records.FaultError, OSError, layout.LeafError) as error:
+            if jax.process_index() == 0:
+                self._abilities = space.probe(self.root)
+                space.check_space(
+                    self.root,
+                    state_bytes=leaves.count_bytes(target),
+                    num_kept=max(1, policies.most_kept(self._keep_policy)),
+                    num_there=len(found.steps),
+                )
+        except (records.FaultError, OSError, ValueError) as error:
             raise config.ConfigError("checkpoint", str(error)) from error
 
     def restore(
         self, target: PyTree, *, step: int | None = None, check: Check | None = None
     ) -> Restored | None:
         """Waits for a save in flight; then see `jaxft.checkpoint.restore`."""
-        self._wait_for_flight(self._timeout_secs)
+        self._saves.wait_for_flight(self._timeout_secs)
         restored = restore_newest(
             self.root, target, step=step, check=check, emit=self._emit
         )
@@ -372,15 +348,30 @@ class CheckpointManager:
                 retention.finish_deletions(self.root, emit=self._emit)
         if restored is not None:
             self._last_step, self._last_secs = restored.step, self._timer()
-            with self._lock:
-                # An older one that was asked for by name leaves newer ones there.
-                newer = -1 if step is None else self._last_committed or -1
-                self._last_committed = max(restored.step, newer)
+            # An older one that was asked for by name leaves newer ones there.
+            newer = -1 if step is None else self._saves.last_committed or -1
+            self._saves.set_last_committed(max(restored.step, newer))
         return restored
+
+    def rollback(
+        self, to: int, *, reason: str, skip: tuple[int, int] | None = None
+    ) -> None:
+        """Makes `to` the newest step for good; see `jaxft.checkpoint.decisions`.
+
+        Raises:
+            FaultError: `to` is not there, or a save in flight is not over in time.
+        """
+        self._saves.join(self._timeout_secs)
+        with self._retention_lock:
+            decisions.roll_back(
+                self.root, to=to, reason=reason, skip=skip, emit=self._emit
+            )
+        self._saves.set_last_committed(to)
+        self._last_step, self._last_secs = to, self._timer()
 
     def steps(self) -> list[int]:
         """Committed steps on disk, ascending."""
-        return layout.discover(self.root).steps
+        return decisions.discover(self.root).steps
 
     def latest(self) -> int | None:
         """The newest committed step on disk."""
@@ -389,56 +380,26 @@ class CheckpointManager:
     @property
     def last_committed(self) -> int | None:
         """The newest committed step that this manager knows; None before any."""
-        with self._lock:
-            return self._last_committed
+        return self._saves.last_committed
 
     @property
     def in_flight(self) -> int | None:
         """The step that is being saved."""
-        with self._lock:
-            return None if self._flight is None else self._flight.step
+        return self._saves.in_flight
 
     # --- failures and the end -------------------------------------------------
 
     def error(self) -> records.FaultError | None:
-        """The failed save that no later one has made good; does not block.
+        """The failed save that ends the run unless a later one has made it good.
 
-        Who asks has been told: `save` does not raise this failure any more.
+        Does not block. Who asks has been told: `save` does not raise it any more.
         """
-        self._check_deadline()
-        with self._lock:
-            self._failure_is_news = False
-            return None if self._failure is None else records.FaultError(self._failure)
+        return self._saves.error()
 
-    def _raise_news(self) -> None:
-        self._check_deadline()
-        with self._lock:
-            is_news = self._failure_is_news
-        if is_news and (error := self.error()) is not None:
-            raise error
-
-    def _check_deadline(self) -> None:
-        """Stops to count on a save that missed its deadline."""
-        with self._lock:
-            flight = self._flight
-            if flight is None or flight.write.age_secs <= self._timeout_secs:
-                return
-            fault = self._late(flight)
-            self._flight = None
-            self._failure, self._failure_is_news = fault, True
-        self._emit("save_failed", step=flight.step, reason=fault.evidence)
-
-    def _late(self, flight: Flight) -> records.Fault:
-        text = f"not over after {flight.write.age_secs:.1f} s"
-        return self._fault(flight.step, TimeoutError(text))
-
-    def _wait_for_flight(self, timeout_secs: float) -> None:
-        with self._lock:
-            flight = self._flight
-        if flight is None or flight.over.wait(timeout_secs):
-            return
-        self._check_deadline()
-        raise records.FaultError(self._late(flight))
+    @property
+    def should_retry(self) -> bool:
+        """Whether the last save failed and the next border is to save at once."""
+        return self._saves.should_retry
 
     def wait(self, timeout_secs: float | None = None) -> None:
         """Waits until nothing goes on in the background.
@@ -448,25 +409,17 @@ class CheckpointManager:
 
         Raises:
             FaultError: kind SAVE_FAILED: a save failed that no later one made good,
-                or is not over in time.
+                whatever the policy for failed saves, or is not over in time.
         """
-        self._join(self._timeout_secs if timeout_secs is None else timeout_secs)
-        if (error := self.error()) is not None:
-            raise error
-
-    def _join(self, timeout_secs: float) -> None:
-        deadline = time.monotonic() + timeout_secs
-        self._wait_for_flight(timeout_secs)
-        with self._lock:
-            threads = list(self._threads)
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        self._saves.join(self._timeout_secs if timeout_secs is None else timeout_secs)
+        if (failure := self._saves.failure()) is not None:
+            raise failure
 
     def finish(self) -> None:
         """Waits like `wait`, but logs a failure that nobody has been told."""
         try:
-            self._join(self._timeout_secs)
-            self._raise_news()
+            self._saves.join(self._timeout_secs)
+            self._saves.raise_news()
         except records.FaultError as error:
             logging.error("%s", error)
 
@@ -489,3 +442,25 @@ class CheckpointManager:
             if error is None:
                 raise
             error.add_note(str(failure))
+
+
+def _checked_root(root: str | os.PathLike[str], *, timeout_secs: float) -> str:
+    if not timeout_secs > 0:
+        raise config.ConfigError(
+            "checkpoint.timeout_secs", f"must be positive, is {timeout_secs}"
+        )
+    try:
+        return layout.absolute_root(root)
+    except ValueError as error:
+        raise config.ConfigError("checkpoint", str(error)) from error
+
+
+def _save_policy(text: str) -> records.SavePolicy:
+    policy = policies.parse_save(text)
+    if policies.reads_clock(policy) and jax.process_count() > 1:
+        raise config.ConfigError(
+            "checkpoint.save",
+            f"{text!r} goes by a clock, on which {jax.process_count()} processes "
+            "do not agree: use steps(n)",
+        )
+    return policy

@@ -3,9 +3,13 @@
 World: host-only. Floor: the lowest of `checkpoint`, beside `layout`. Read
 `jaxft/records.py` before (the protocols) and `jaxft/checkpoint/manager.py` after.
 
-`parse_save("steps(100) | secs(600)")` and `parse_keep("last(3) | every(1000)")`:
-names with one positive number each, joined by `|`; a step that any part wants is
-saved, or kept. The newest committed step is kept whatever the policy says.
+`parse_save("steps(100) | secs(600)")`,
+`parse_keep("last(3) | every(1000) | best(2, eval/loss)")`: parts joined by `|`; a step
+that any part wants is saved, or kept. `best` goes by a metric of the evaluation, the
+smaller the better, or the larger with `best(2, accuracy, max)`. The newest step and
+the newest healthy one are kept whatever the policy says.
+
+`parse_save_error("fail | warn | retry(3)")`, one of them: what a failed save means.
 """
 
 from __future__ import annotations
@@ -78,6 +82,30 @@ class Every:
 
 
 @dataclasses.dataclass(frozen=True)
+class Best:
+    """Keeps the `num_steps` checkpoints with the best value of a metric.
+
+    Those that do not have it, or not as a finite number, are not among them; of two
+    that are as good the newer one is.
+    """
+
+    num_steps: int
+    metric: str
+    largest: bool = False
+
+    def should_keep(self, checkpoints: Sequence[records.CheckpointInfo]) -> list[bool]:
+        """True for the best ones."""
+        sign = -1.0 if self.largest else 1.0
+        ranked = sorted(
+            (sign * value, -info.step)
+            for info in checkpoints
+            if math.isfinite(value := info.metrics.get(self.metric, math.nan))
+        )
+        kept = {-step for _, step in ranked[: self.num_steps]}
+        return [info.step in kept for info in checkpoints]
+
+
+@dataclasses.dataclass(frozen=True)
 class AnyKeep:
     """Keeps what any of `policies` keeps."""
 
@@ -87,6 +115,21 @@ class AnyKeep:
         """True where any part says so."""
         answers = [policy.should_keep(checkpoints) for policy in self.policies]
         return [any(column) for column in zip(*answers, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveErrors:
+    """What a failed save means.
+
+    Attributes:
+        is_fatal: the first one ends the run.
+        num_retries: how often in a row the next border tries again at once.
+        max_failed: so many failures in a row end the run.
+    """
+
+    is_fatal: bool = True
+    num_retries: int = 0
+    max_failed: int = 1
 
 
 def _num_steps(text: str) -> int:
@@ -103,13 +146,25 @@ def _num_secs(text: str) -> float:
     return number
 
 
-_SAVE: Mapping[str, tuple[Callable[[Any], Any], Callable[[str], Any]]] = {
-    "steps": (Steps, _num_steps),
-    "secs": (Secs, _num_secs),
+def _best(text: str) -> Best:
+    number, _, rest = text.partition(",")
+    metric, _, mode = (part.strip() for part in rest.partition(","))
+    if not metric or mode not in ("", "min", "max"):
+        raise ValueError("takes a number, a metric, and min or max")
+    return Best(_num_steps(number), metric, mode == "max")
+
+
+# Name -> how its part is made of the text in brackets, and an example.
+_Known = Mapping[str, tuple[Callable[[str], Any], str]]
+
+_SAVE: _Known = {
+    "steps": (lambda text: Steps(_num_steps(text)), "steps(10)"),
+    "secs": (lambda text: Secs(_num_secs(text)), "secs(10)"),
 }
-_KEEP: Mapping[str, tuple[Callable[[Any], Any], Callable[[str], Any]]] = {
-    "last": (Last, _num_steps),
-    "every": (Every, _num_steps),
+_KEEP: _Known = {
+    "last": (lambda text: Last(_num_steps(text)), "last(10)"),
+    "every": (lambda text: Every(_num_steps(text)), "every(10)"),
+    "best": (_best, "best(2, loss)"),
 }
 
 
@@ -133,28 +188,51 @@ def parse_keep(text: str) -> records.KeepPolicy:
     return parts[0] if len(parts) == 1 else AnyKeep(tuple(parts))
 
 
-def _parse(
-    text: str,
-    *,
-    path: str,
-    known: Mapping[str, tuple[Callable[[Any], Any], Callable[[str], Any]]],
-) -> list[Any]:
-    choice = " and ".join(f"{name}(n)" for name in known)
+def _parse(text: str, *, path: str, known: _Known) -> list[Any]:
+    choice = " and ".join(example for _, example in known.values())
     parts = []
     for term in text.split("|"):
         match = _TERM.fullmatch(term)
         if match is None or match[1] not in known:
             raise config.ConfigError(
-                path, f"{term.strip()!r} is no policy; there are {choice}, joined by |"
+                path,
+                f"{term.strip()!r} is no policy; there are e.g. {choice}, joined by |",
             )
-        make, parse_number = known[match[1]]
+        make, example = known[match[1]]
         try:
-            parts.append(make(parse_number(match[2])))
+            parts.append(make(match[2]))
         except ValueError as error:
             raise config.ConfigError(
-                path, f"{term.strip()!r}: {error}; write e.g. {match[1]}(10)"
+                path, f"{term.strip()!r}: {error}; write e.g. {example}"
             ) from error
     return parts
+
+
+def parse_save_error(text: str, *, max_failed: int) -> SaveErrors:
+    """Reads what a failed save means: `fail`, `warn` or `retry(n)`.
+
+    Args:
+        text: the policy.
+        max_failed: so many failures in a row end the run under `warn`.
+
+    Raises:
+        ConfigError: it names `checkpoint.on_save_error` and lists what exists.
+    """
+    path = "checkpoint.on_save_error"
+    if text.strip() == "fail":
+        return SaveErrors()
+    if text.strip() == "warn":
+        return SaveErrors(is_fatal=False, max_failed=max_failed)
+    match = _TERM.fullmatch(text)
+    if match is None or match[1] != "retry":
+        raise config.ConfigError(
+            path, f"{text!r} is none of fail, warn and retry(n), e.g. retry(3)"
+        )
+    try:
+        number = _num_steps(match[2])
+    except ValueError as error:
+        raise config.ConfigError(path, f"{text!r}: {error}") from error
+    return SaveErrors(is_fatal=False, num_retries=number, max_failed=number + 1)
 
 
 def reads_clock(policy: records.SavePolicy) -> bool:
@@ -164,18 +242,34 @@ def reads_clock(policy: records.SavePolicy) -> bool:
     return isinstance(policy, Secs)
 
 
+def reads_metrics(policy: records.KeepPolicy) -> bool:
+    """Whether the answers of a policy depend on evaluations."""
+    if isinstance(policy, AnyKeep):
+        return any(reads_metrics(part) for part in policy.policies)
+    return isinstance(policy, Best)
+
+
+def most_kept(policy: records.KeepPolicy) -> int:
+    """How many steps a policy keeps, apart from those that `every` adds up."""
+    if isinstance(policy, AnyKeep):
+        return sum(most_kept(part) for part in policy.policies)
+    return policy.num_steps if isinstance(policy, Last | Best) else 0
+
+
 def plan_deletions(
     checkpoints: Sequence[records.CheckpointInfo], *, keep: records.KeepPolicy
 ) -> list[records.CheckpointInfo]:
     """Which of the committed `checkpoints`, sorted by step, may go.
 
-    Never the newest one, whatever `keep` says: it is the resume point.
+    Never the newest one and never the newest healthy one, whatever `keep` says: one of
+    them is the resume point. `keep` is asked about the healthy ones alone, so the
+    others do not count in `last`; they go when they are not the newest.
     """
-    if not checkpoints:
-        return []
-    kept = keep.should_keep(checkpoints)
-    return [
-        info
-        for info, stays in zip(checkpoints[:-1], kept[:-1], strict=True)
-        if not stays
-    ]
+    healthy = [info for info in checkpoints if info.healthy]
+    kept = {
+        info.step
+        for info, stays in zip(healthy, keep.should_keep(healthy), strict=True)
+        if stays
+    }
+    kept |= {info.step for info in (*checkpoints[-1:], *healthy[-1:])}
+    return [info for info in checkpoints if info.step not in kept]

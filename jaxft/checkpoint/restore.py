@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxft import records
-from jaxft.checkpoint import layout, orbax_io, quiet, run_record
+from jaxft.checkpoint import decisions, layout, orbax_io, quiet, run_record
 
 PyTree = Any
 
@@ -91,7 +91,7 @@ def restore_newest(
         OSError: the root cannot be read.
     """
     root = layout.absolute_root(root)
-    found = layout.discover(root)
+    found = decisions.discover(root)
     if step is not None:
         return _restore_exactly(
             root, target, step=step, found=found, check=check, emit=emit

@@ -9,10 +9,13 @@ is finished by the next start.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
+from collections.abc import Callable, Collection
 
 from jaxft import records
-from jaxft.checkpoint import layout, orbax_io, policies
+from jaxft.checkpoint import decisions, layout, orbax_io, policies, run_record
 
 _DOOMED = f"{layout.TMP_MARK}-deleted"
 
@@ -24,6 +27,7 @@ def retain(
     committed: int,
     in_flight: int | None,
     emit: records.Emit,
+    pinned: Callable[[], Collection[int]] = tuple,
 ) -> None:
     """Deletes what the policy does not keep, and what failed saves left.
 
@@ -33,17 +37,37 @@ def retain(
         committed: unfinished steps up to this one are leftovers.
         in_flight: but not this one.
         emit: told of deletions, and of those that failed: none is worth a run.
+        pinned: steps that are not deleted now, asked again before each deletion.
     """
     try:
-        found = layout.discover(root)
+        found = decisions.discover(root)
+        kept = decisions.read(root).pinned
     except (OSError, records.FaultError) as error:
         emit("delete_failed", path=root, reason=str(error))
         return
-    for info in policies.plan_deletions(found.committed, keep=keep):
-        delete(info.step, path=info.path, emit=emit)
+    infos = found.committed
+    if policies.reads_metrics(keep):
+        infos = tuple(_with_metrics(info) for info in infos)
+    for info in policies.plan_deletions(infos, keep=keep):
+        if info.step not in kept and info.step not in pinned():
+            delete(info.step, path=info.path, emit=emit)
     for path, step in found.unfinished:
         if step <= committed and step != in_flight:
             delete(step, path=path, emit=emit)
+
+
+def _with_metrics(info: records.CheckpointInfo) -> records.CheckpointInfo:
+    try:
+        metrics = _read_metrics(info.path, info.commit_secs)
+    except (OSError, run_record.RecordError, records.FaultError):
+        return info  # it has none to be ranked by
+    return dataclasses.replace(info, metrics=metrics)
+
+
+@functools.lru_cache(maxsize=4096)
+def _read_metrics(path: str, commit_secs: float) -> dict[str, float]:
+    del commit_secs  # another step under the same name is read anew
+    return run_record.read_record(path)["metrics"]
 
 
 def finish_deletions(root: str, *, emit: records.Emit) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxft import config
-from jaxft.checkpoint import leaves, manager
+from jaxft.checkpoint import leaves, manager, space
 
 pytestmark = pytest.mark.device
 
@@ -71,3 +71,13 @@ def test_a_leaf_that_cannot_be_stored_is_named(tmp_path, target, names):
     line = _refused(tmp_path, target)
     for name in names:
         assert name in line
+
+
+def test_too_little_room_is_found_before_the_first_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(space, "_free_bytes", lambda folder: 3 << 20)
+    state = {"w": jax.ShapeDtypeStruct((1 << 18,), jnp.float32)}
+    line = _refused(tmp_path / "root", state)
+    assert "3.0 MiB free" in line
+    assert "4 more steps of 1.0 MiB" in line
+    manager.CheckpointManager(tmp_path / "root", keep="last(2)").check(state)
+    assert os.listdir(tmp_path) == []

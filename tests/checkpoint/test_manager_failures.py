@@ -157,3 +157,79 @@ def test_a_root_that_cannot_be_made_is_a_failed_save(tmp_path):
         checkpoints.save(1, _state(1))
     assert error.value.fault.kind is records.FaultKind.SAVE_FAILED
     assert (tmp_path / "file").read_text() == "x"
+
+
+def test_warn_goes_on_and_stops_hard_at_the_limit(tmp_path, broken):
+    events = Events()
+    checkpoints = manager.CheckpointManager(
+        tmp_path,
+        save="steps(1)",
+        on_save_error="warn",
+        max_failed_saves=3,
+        emit=events,
+    )
+    for step in (1, 2):
+        assert checkpoints.maybe_save(step, _state(step))
+        _until(lambda: checkpoints.in_flight is None)
+        assert checkpoints.error() is None
+    # One that commits begins the count anew.
+    error, broken[:] = broken[0], []
+    assert checkpoints.maybe_save(3, _state(3))
+    checkpoints.wait()
+    broken.append(error)
+    for step in (4, 5, 6):
+        assert checkpoints.error() is None
+        assert checkpoints.maybe_save(step, _state(step))
+        _until(lambda: checkpoints.in_flight is None)
+    with pytest.raises(records.FaultError, match="save of step 6"):
+        checkpoints.maybe_save(7, _state(7))
+    assert len(events.of("save_failed")) == 5
+    assert checkpoints.steps() == [3]
+
+
+def test_warn_does_not_hide_the_last_failure(tmp_path, broken):
+    checkpoints = manager.CheckpointManager(tmp_path, on_save_error="warn")
+    assert checkpoints.save(1, _state(1))
+    with pytest.raises(records.FaultError, match="disk full"):
+        checkpoints.close()
+
+
+def test_retry_saves_at_the_next_border_until_it_works(tmp_path, broken):
+    events = Events()
+    checkpoints = manager.CheckpointManager(
+        tmp_path, save="steps(10)", on_save_error="retry(2)", emit=events
+    )
+    saved = []
+    for step in range(10, 20):
+        if step == 12:
+            broken.clear()
+        if checkpoints.maybe_save(step, _state(step)):
+            saved.append(step)
+        _until(lambda: checkpoints.in_flight is None)
+    assert saved == [10, 11, 12]
+    checkpoints.close()
+    assert checkpoints.steps() == [12]
+    assert len(events.of("save_failed")) == 2
+
+
+def test_retry_ends_with_the_last_one_allowed(tmp_path, broken):
+    checkpoints = manager.CheckpointManager(
+        tmp_path, save="steps(10)", on_save_error="retry(2)"
+    )
+    for step in (10, 11, 12):
+        assert checkpoints.error() is None
+        assert checkpoints.maybe_save(step, _state(step))
+        _until(lambda: checkpoints.in_flight is None)
+    assert checkpoints.error() is not None
+    assert not checkpoints.should_retry
+
+
+def test_a_save_that_cannot_begin_is_borne_too(tmp_path):
+    (tmp_path / "file").write_text("x")
+    checkpoints = manager.CheckpointManager(
+        tmp_path / "file" / "root", save="steps(1)", on_save_error="warn"
+    )
+    assert not checkpoints.maybe_save(1, _state(1))
+    assert checkpoints.error() is None
+    with pytest.raises(records.FaultError):
+        checkpoints.save(2, _state(2), force=True)

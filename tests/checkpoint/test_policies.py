@@ -47,7 +47,13 @@ def test_seconds_are_positive_and_finite(text):
         policies.parse_save(text)
 
 
-@pytest.mark.parametrize("text", ["last(0)", "best(2)", "every(0)", "last(1.5)"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("last(0)", "best(2)", "every(0)", "last(1.5)", "best(0, loss)"),
+        *("best(x, loss)", "best(2, loss, up)", "best(2, )", "best(2, a, max, b)"),
+    ],
+)
 def test_a_bad_keep_policy_lists_what_exists(text):
     with pytest.raises(config.ConfigError, match=r"^config.checkpoint.keep: "):
         policies.parse_keep(text)
@@ -74,3 +80,67 @@ def test_the_newest_stays_whatever_the_policy_says():
 
     gone = policies.plan_deletions(_infos(1, 2, 3), keep=Nothing())
     assert [info.step for info in gone] == [1, 2]
+
+
+def _measured(values, *, unhealthy=()):
+    return [
+        records.CheckpointInfo(
+            step=step,
+            path=f"/x/{step}",
+            commit_secs=0.0,
+            metrics={"eval/loss": value},
+            healthy=step not in unhealthy,
+        )
+        for step, value in values.items()
+    ]
+
+
+def _stay(text, infos):
+    gone = policies.plan_deletions(infos, keep=policies.parse_keep(text))
+    return [info.step for info in infos if info not in gone]
+
+
+def test_best_and_last_are_counted_apart():
+    """The metric gets worse and worse: the newest stay all the same."""
+    worse = _measured({step: float(step) for step in range(1, 9)})
+    assert _stay("last(2) | best(2, eval/loss)", worse) == [1, 2, 7, 8]
+    assert _stay("last(2) | best(2, eval/loss, max)", worse) == [7, 8]
+    assert _stay("best(1, eval/loss)", worse) == [1, 8]
+    assert _stay("best(3, other)", worse) == [8]
+
+
+def test_of_two_that_are_as_good_the_newer_one_is_better_and_nan_is_none():
+    nan = float("nan")
+    infos = _measured({1: 2.0, 2: 1.0, 3: 1.0, 4: nan, 5: float("-inf"), 6: 9.0})
+    assert _stay("best(1, eval/loss)", infos) == [3, 6]
+    assert _stay("best(2, eval/loss)", infos) == [2, 3, 6]
+
+
+def test_unhealthy_steps_do_not_count_and_never_cost_a_healthy_one():
+    values = dict.fromkeys(range(1, 7), 0.0)
+    assert _stay("last(2)", _measured(values, unhealthy=(5, 6))) == [3, 4, 6]
+    assert _stay("last(1)", _measured(values, unhealthy=(2, 3, 4, 5, 6))) == [1, 6]
+    assert _stay("last(2)", _measured(values, unhealthy=(4,))) == [5, 6]
+
+
+def test_how_many_a_policy_keeps():
+    keep = policies.parse_keep("last(3) | every(1000) | best(2, loss)")
+    assert policies.most_kept(keep) == 5
+    assert policies.reads_metrics(keep)
+    assert not policies.reads_metrics(policies.parse_keep("last(3) | every(10)"))
+
+
+def test_what_a_failed_save_means():
+    assert policies.parse_save_error("fail", max_failed=3).is_fatal
+    warn = policies.parse_save_error(" warn ", max_failed=3)
+    assert (warn.is_fatal, warn.num_retries, warn.max_failed) == (False, 0, 3)
+    retry = policies.parse_save_error("retry(2)", max_failed=9)
+    assert (retry.is_fatal, retry.num_retries, retry.max_failed) == (False, 2, 3)
+
+
+@pytest.mark.parametrize("text", ["", "ignore", "retry", "retry(0)", "retry(x)"])
+def test_a_bad_policy_for_failed_saves_lists_what_exists(text):
+    path = r"^config.checkpoint.on_save_error: "
+    with pytest.raises(config.ConfigError, match=path) as error:
+        policies.parse_save_error(text, max_failed=3)
+    assert "\n" not in str(error.value)

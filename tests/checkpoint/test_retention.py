@@ -1,11 +1,17 @@
 """Half a deletion is no step, and does not stay."""
 
+import collections
 import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
 
 import jax.numpy as jnp
 import pytest
 
-from jaxft.checkpoint import manager
+from jaxft.checkpoint import decisions, layout, manager
 
 pytestmark = pytest.mark.device
 
@@ -31,3 +37,69 @@ def test_a_killed_deletion_is_finished_by_the_next_start(tmp_path):
         assert checkpoints.restore(_state(0)).step == 20
     assert sorted(os.listdir(tmp_path)) == ["20", "5.orbax-checkpoint-tmp"]
     assert deleted == [10]
+
+
+def _fill(root, losses, *, keep):
+    with manager.CheckpointManager(root, keep=keep) as checkpoints:
+        for step, loss in losses.items():
+            metrics = {} if loss is None else {"eval/loss": loss}
+            checkpoints.save(step, _state(step), metrics=metrics, force=True)
+
+
+def test_the_best_stay_and_are_known_after_a_restart(tmp_path):
+    keep = "last(2) | best(2, eval/loss)"
+    _fill(tmp_path, {1: 3.0, 2: 1.0, 3: 2.0, 4: None, 5: 5.0}, keep=keep)
+    assert sorted(os.listdir(tmp_path)) == ["2", "3", "4", "5"]
+    _fill(tmp_path, {6: 6.0, 7: 7.0, 8: 1.5}, keep=keep)
+    assert sorted(os.listdir(tmp_path)) == ["2", "7", "8"]
+
+
+def test_a_pinned_step_stays(tmp_path):
+    _fill(tmp_path, {1: None, 2: None}, keep="last(2)")
+    decisions.pin(tmp_path, 1, reason="the paper")
+    _fill(tmp_path, {3: None, 4: None}, keep="last(1)")
+    assert sorted(os.listdir(tmp_path)) == ["1", "4", "decisions"]
+
+
+RETAIN = """
+import sys
+from jaxft import records
+from jaxft.checkpoint import policies, retention
+retention.retain(sys.argv[1], keep=policies.parse_keep("last(1)"), committed=30,
+                 in_flight=None, emit=records.ignore_event)
+"""
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
+@pytest.mark.timeout(300)
+def test_killed_between_any_two_acts_of_a_retention(tmp_path, full):
+    """The newest step is untouched, and the next start finishes what was begun."""
+    base = tmp_path / "base"
+    _fill(base, {10: None, 20: None, 30: None}, keep="last(9)")
+    calls = "rename,unlink,unlinkat,rmdir"
+    trace = ["strace", "-f", "-qq", "-e", f"trace={calls}"]
+    program = [sys.executable, "-c", RETAIN]
+
+    def run(root, *options):
+        command = [*trace, *options, *program, str(root)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    shutil.copytree(base, tmp_path / "count")
+    log = tmp_path / "log"
+    done = run(tmp_path / "count", "-o", str(log))
+    if done.returncode:
+        pytest.skip(f"strace does not work here: {done.stderr[-200:]}")
+    inside = [line for line in log.read_text().splitlines() if "= 0" in line]
+    found = collections.Counter(re.findall(r"(\w+)\(", "\n".join(inside)))
+    assert found["rename"] == 2
+    points = [(call, k) for call, number in found.items() for k in range(1, number + 1)]
+    for call, k in points if full else points[:: -(-len(points) // 5)]:
+        root = tmp_path / f"{call}-{k}"
+        shutil.copytree(base, root)
+        done = run(root, "-e", f"inject={call}:signal=SIGKILL:when={k}")
+        assert done.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL), (call, k)
+        assert 30 in layout.discover(root).steps
+        with manager.CheckpointManager(root, keep="last(1)") as checkpoints:
+            assert checkpoints.restore(_state(0)).step == 30
+            checkpoints.save(40, _state(40), force=True)
+        assert os.listdir(root) == ["40"], (call, k)

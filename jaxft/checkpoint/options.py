@@ -1,0 +1,119 @@
+"""How steps are stored and proven, as text and as values that have been checked.
+
+World: host-only. Floor: the lowest of `checkpoint`, beside `policies`. Read
+`jaxft/checkpoint/manager.py` next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+from typing import TypeVar
+
+from jaxft.config import ArrayLayout, Codec, ConfigError, Verify
+
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+# Below this many bytes a leaf, the files of a step cost more than its bytes.
+_MIN_MEAN_BYTES = 2**16
+_MAX_FEW_LEAVES = 500
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """How steps are stored and proven.
+
+    Attributes:
+        layout: of the arrays on disk.
+        codec: of their chunks.
+        full_every: commits after which a leaf is written anew; 0 never links.
+        verify: how much of a step is proven when it is restored.
+        health: globs of the leaves that must be finite.
+        memory_bytes: host memory that a save or a restore may take beyond the state.
+    """
+
+    layout: ArrayLayout
+    codec: Codec
+    full_every: int
+    verify: Verify
+    health: str
+    memory_bytes: int
+
+
+def make_options(
+    *,
+    layout: str,
+    codec: str,
+    full_every: int,
+    verify: str,
+    health: str,
+    memory_budget: str,
+) -> Options:
+    """Checks the settings of a manager; the arguments are named like the config's.
+
+    Raises:
+        ConfigError: it names the setting and what there is.
+    """
+    if type(full_every) is not int or full_every < 0:
+        problem = f"must be a number of commits, or 0 for none, is {full_every!r}"
+        raise ConfigError("checkpoint.full_every", problem)
+    return Options(
+        layout=_choice(ArrayLayout, layout, "checkpoint.layout"),
+        codec=_choice(Codec, codec, "checkpoint.codec"),
+        full_every=full_every,
+        verify=_choice(Verify, verify, "checkpoint.verify"),
+        health=health,
+        memory_bytes=parse_bytes(memory_budget, path="checkpoint.memory_budget"),
+    )
+
+
+_E = TypeVar("_E", bound=enum.Enum)
+
+
+def _choice(kind: type[_E], text: str | _E, path: str) -> _E:
+    try:
+        return kind(text)
+    except ValueError as error:
+        names = ", ".join(str(choice.value) for choice in kind)
+        raise ConfigError(path, f"{text!r} is none of {names}") from error
+
+
+def parse_bytes(text: str, *, path: str) -> int:
+    """Reads `14GiB`, `500 MB` or `1000`; at least 1 MiB.
+
+    Raises:
+        ConfigError: it names `path`.
+    """
+    match = _BYTES.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(path, f"{text!r} is no size: write e.g. 4GiB or 500MB")
+    unit = (match[2] or "").lower()
+    base = 1024 if unit.endswith("i") else 1000
+    size = int(float(match[1]) * base ** _POWERS[unit.removesuffix("i")])
+    if size < 2**20:
+        raise ConfigError(path, f"{text!r} is below 1MiB: nothing could be read")
+    return size
+
+
+def choose_layout(
+    wanted: ArrayLayout, *, num_leaves: int, num_bytes: int, has_links: bool
+) -> tuple[ArrayLayout, str]:
+    """The layout to write in, and why.
+
+    Args:
+        wanted: the setting.
+        num_leaves: leaves with elements.
+        num_bytes: of all of them.
+        has_links: whether the root has hard links.
+    """
+    if wanted is not ArrayLayout.AUTO:
+        return wanted, "it was asked for"
+    if not has_links:
+        return ArrayLayout.OCDBT, "the root has no hard links"
+    mean_bytes = num_bytes // max(1, num_leaves)
+    if num_leaves > _MAX_FEW_LEAVES and mean_bytes < _MIN_MEAN_BYTES:
+        reason = f"{num_leaves} leaves of {mean_bytes} bytes are many small files"
+        return ArrayLayout.OCDBT, reason
+    return ArrayLayout.FILES, "unchanged leaves can be linked"

@@ -1,0 +1,158 @@
+"""Proves before the first step that a root can hold checkpoints.
+
+World: host-only. Floor: above `layout`. Read `jaxft/checkpoint/layout.py` before and
+`jaxft/checkpoint/manager.py` after.
+
+What a checkpoint needs of its file system is tried, not looked up: a file is written,
+made durable, renamed, locked, hard-linked, in a folder that is removed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+
+_SAMPLE = b"jaxft"
+
+
+class SpaceError(ValueError):
+    """A root that cannot hold the checkpoints; one line says what is missing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Abilities:
+    """What a root can do beyond what it must.
+
+    Attributes:
+        has_links: whether it has hard links.
+    """
+
+    has_links: bool
+
+
+def probe(root: str) -> Abilities:
+    """Tries in, or where it is not there yet above, the root what saves will do.
+
+    Raises:
+        SpaceError: it names what does not work.
+    """
+    folder = nearest_folder(root)
+    with _ability(root, "make a folder"):
+        place = tempfile.mkdtemp(prefix=".jaxft-probe-", dir=folder)
+    try:
+        return _try_all(root, place)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _try_all(root: str, place: str) -> Abilities:
+    first, second = os.path.join(place, "a"), os.path.join(place, "b")
+    with open_for_probe(root, first) as fd:
+        with _ability(root, "write a file"):
+            os.write(fd, _SAMPLE)
+        with _ability(root, "make a file durable (fsync)"):
+            os.fsync(fd)
+        with _ability(root, "lock a file (flock)"):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with _ability(root, "make a folder durable (fsync)"):
+        _sync(place)
+    with _ability(root, "rename a file"):
+        os.rename(first, second)
+    with _ability(root, "give back what was written"), open(second, "rb") as file:
+        if file.read() != _SAMPLE:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+    try:
+        os.link(second, first)
+        has_links = os.path.samefile(first, second)
+    except OSError:
+        has_links = False
+    return Abilities(has_links)
+
+
+@contextlib.contextmanager
+def open_for_probe(root: str, path: str) -> Iterator[int]:
+    """A new file of the probe."""
+    with _ability(root, "create a file"):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _sync(folder: str) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _ability(root: str, what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        text = f"{root} cannot hold checkpoints: it cannot {what}: {reason}"
+        raise SpaceError(text) from error
+
+
+def nearest_folder(root: str) -> str:
+    """The root, or the folder above it that is there already."""
+    while not os.path.lexists(root) and os.path.dirname(root) != root:
+        root = os.path.dirname(root)
+    return root
+
+
+def check_space(
+    root: str,
+    *,
+    state_bytes: int,
+    num_kept: int,
+    num_there: int,
+    free_bytes: Callable[[str], int] | None = None,
+) -> None:
+    """Asks for room for the steps that are kept and the one that is being written.
+
+    A quota is not seen: it is found by the save that exceeds it.
+
+    Args:
+        root: the checkpoint root.
+        state_bytes: of one step.
+        num_kept: how many steps stay.
+        num_there: how many are there already; they are deleted in turn.
+        free_bytes: free space of the disk that a folder is on; `statvfs` by default.
+
+    Raises:
+        SpaceError: there is not enough.
+    """
+    free = (free_bytes or _free_bytes)(nearest_folder(root))
+    num_new = max(1, num_kept + 1 - num_there)
+    if free >= num_new * state_bytes:
+        return
+    raise SpaceError(
+        f"{root} has {_shown(free)} free, and {num_new} more steps of "
+        f"{_shown(state_bytes)} are to lie there ({num_kept} kept and one being "
+        "written): free space, keep fewer (checkpoint.keep), or use another disk"
+    )
+
+
+def _free_bytes(folder: str) -> int:
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
+def _shown(num_bytes: int) -> str:
+    size, unit = float(num_bytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"

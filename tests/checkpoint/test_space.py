@@ -1,0 +1,88 @@
+"""What a root must be able to do is tried, and leaves nothing behind."""
+
+import errno
+import fcntl
+import os
+import subprocess
+
+import pytest
+
+from jaxft.checkpoint import space
+
+
+def test_a_good_root_is_left_as_it_was(tmp_path):
+    assert space.probe(str(tmp_path / "a" / "b")).has_links
+    assert space.probe(str(tmp_path)).has_links
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "ability"),
+    [
+        (os, "fsync", "fsync"),
+        (os, "rename", "rename"),
+        (os, "write", "write"),
+        (os, "mkdir", "make a folder"),
+        (fcntl, "flock", "lock"),
+    ],
+)
+def test_what_does_not_work_is_named(tmp_path, monkeypatch, module, name, ability):
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(module, name, refuse)
+    with pytest.raises(space.SpaceError) as error:
+        space.probe(str(tmp_path / "root"))
+    monkeypatch.undo()
+    assert ability in str(error.value)
+    assert str(tmp_path / "root") in str(error.value)
+    assert "not supported" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert os.listdir(tmp_path) == []
+
+
+def test_no_hard_links_is_no_failure(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    assert not space.probe(str(tmp_path)).has_links
+
+
+def test_room_for_what_is_kept_and_one_more(tmp_path):
+    def ask(*, free, kept=3, there=0):
+        space.check_space(
+            str(tmp_path / "root"),
+            state_bytes=100,
+            num_kept=kept,
+            num_there=there,
+            free_bytes=lambda folder: free,
+        )
+
+    ask(free=400)
+    with pytest.raises(space.SpaceError, match=r"399 B free, and 4 more .* 100 B"):
+        ask(free=399)
+    ask(free=200, there=2)
+    # What is there is deleted only after the next one has been committed.
+    ask(free=100, there=50)
+    with pytest.raises(space.SpaceError, match="1 more"):
+        ask(free=99, there=50)
+
+
+def test_a_real_small_disk(tmp_path):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(folder)],
+        capture_output=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip("cannot mount a tmpfs here")
+    try:
+        root = str(folder / "checkpoints")
+        space.check_space(root, state_bytes=1 << 20, num_kept=1, num_there=0)
+        with pytest.raises(space.SpaceError, match=r"4\.0 MiB free"):
+            space.check_space(root, state_bytes=2 << 20, num_kept=3, num_there=0)
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
