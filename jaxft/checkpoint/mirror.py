@@ -35,6 +35,7 @@ from jaxft.checkpoint import (
     mirror_folder,
     mirror_mark,
     mirror_objects,
+    stored_tree,
 )
 
 Target = mirror_folder.FolderTarget | mirror_objects.ObjectTarget
@@ -187,13 +188,13 @@ class Mirror:
                 break
             try:
                 self._copy(step, owner=owner, marks=marks)
-            except mirror_mark.SourceError as error:
+            except (mirror_mark.SourceError, FileNotFoundError) as error:
+                if not os.path.isdir(layout.step_path(self._root, step)):
+                    continue  # The root no longer keeps it.
+                if not isinstance(error, mirror_mark.SourceError):
+                    raise
                 refused.add(step)
                 self._refuse(step, mirror_mark.first_line(error))
-            except FileNotFoundError:
-                if os.path.isdir(layout.step_path(self._root, step)):
-                    raise
-                # The root no longer keeps it.
         self._retire(found, owner=owner, marks=marks)
 
     def _refuse(self, step: int, reason: str) -> None:
@@ -294,7 +295,7 @@ def _prove_chunks(
             if any(f"{folder}/".startswith(top) for folder in folders):
                 for _ in arrays.read_chunks(name):
                     pace.spend(0)
-    except array_store.ArrayError as error:
+    except stored_tree.ArrayError as error:
         raise mirror_mark.SourceError(str(error)) from error
 
 

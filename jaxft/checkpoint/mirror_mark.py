@@ -7,8 +7,8 @@ Read `jaxft/checkpoint/manifest.py` before and `jaxft/checkpoint/mirror.py` afte
 
 The mark lists every file with its length and sha256, so that whoever fetches the step
 needs nothing else to prove it, and `written_at`: a file that a later step shares with
-an earlier one by hard link has the same there, and is not sent again. Two files that
-were written apart are two files on the mirror too, equal or not.
+an earlier one by hard link has the same there, and is not sent again. What two saves
+wrote is there twice on the mirror too, equal or not.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ _MARK = re.compile(rf"(0|[1-9]\d*)/{mirror_mark.MARK_FILE}")
 DRIVERS = {"s3": "s3", "gs": "gcs"}
 _MAX_IN_FLIGHT = 32
 # A store that refuses says so within seconds; one that is silent has the deadline.
-_RETRIES = {"max_retries": 4, "initial_delay": "200ms", "max_delay": "4s"}
+_RETRIES = {"max_retries": 4, "initial_delay": "200ms", "max_delay": "2s"}
 
 
 class ObjectStore:
@@ -49,10 +49,15 @@ class ObjectStore:
         self.where, _, query = url.partition("?")
         self._timeout_secs = timeout_secs
         scheme = self.where.partition("://")[0]
+        fields: dict[str, Any] = {}
+        if scheme == "s3" and "AWS_ACCESS_KEY_ID" in os.environ:
+            # Else the search for others writes about files that are not there.
+            fields["aws_credentials"] = {"type": "environment"}
         try:
             self._store: Any = array_store.open_kvstore(
                 self.where,
                 context={f"{DRIVERS[scheme]}_request_retries": _RETRIES},
+                **fields,
                 **dict(urllib.parse.parse_qsl(query, strict_parsing=bool(query))),
             )
         except Exception as error:
