@@ -171,14 +171,22 @@ class ArrayStore:
             codecs=_codec_names(array.codec),
         )
 
-    def read(self, name: str) -> np.ndarray:
-        """One whole array.
+    def read(
+        self, name: str, *, box: tuple[Sequence[int], Sequence[int]] | None = None
+    ) -> np.ndarray:
+        """One array.
+
+        Args:
+            name: what it is stored as.
+            box: offsets and shape of a part of it; all of it by default.
 
         Raises:
             ArrayError: a chunk is missing or damaged; it is named.
             OSError: it cannot be read.
         """
         array = self._open(name)
+        if box is not None:
+            array = array[_slices(*box)]
         return np.asarray(self._result(name, array.read()))
 
     def read_chunks(

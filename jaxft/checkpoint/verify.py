@@ -18,11 +18,10 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from jaxft import fingerprints
-from jaxft.checkpoint import array_store, layout, run_record
+from jaxft.checkpoint import array_store, contents, layout, run_record
 from jaxft.checkpoint import manifest as manifests
 from jaxft.checkpoint.manifest import LeafEntry, Manifest, Problem
 from jaxft.checkpoint.stored_tree import ArrayError
@@ -35,10 +34,6 @@ _MAX_CHUNKS_NAMED = 20
 _STEP_NAME = re.compile(
     rf"(\d+)(?:\.(?:quarantined|abandoned)-.*|{layout.TMP_MARK}.*)?"
 )
-# Stored as bytes, for want of a type of their own; see `jaxft/checkpoint/leaves.py`.
-_BY_BITS = {"float8_e4m3": np.dtype(ml_dtypes.float8_e4m3)}
-_BY_VALUE = ("uint2", "uint4")
-_PYTHON_DTYPES = {"int": "int64", "float": "float64", "bool": "bool"}
 # Nobody wrote these into the step, and a reader would take them for a part of it.
 _SHADOWS = ("manifest.ocdbt", "_METADATA", "_sharding", "_strings.json", "zarr.json")
 
@@ -199,7 +194,11 @@ def _compare(
     spec = store.spec(leaf.name)
     if reason := _check_type(leaf, spec):
         return reason
-    dtype = _BY_BITS.get(leaf.dtype, spec.dtype)
+    # Integers that are stored as bytes have the same words as these, and a byte that
+    # is no value of theirs must not be lost.
+    dtype = spec.dtype
+    if leaf.dtype.startswith("float"):
+        dtype = contents.BYTE_DTYPES.get(leaf.dtype, dtype)
     digester = fingerprints.ArrayDigester(spec.shape, dtype)
     for offsets, part in store.read_chunks(leaf.name, max_bytes=max_bytes):
         digester.add(part.view(dtype), offsets=offsets)
@@ -223,7 +222,7 @@ def _check_type(leaf: LeafEntry, spec: array_store.ArraySpec) -> str:
     shape, dtype = spec.shape, str(spec.dtype)
     if leaf.dtype.startswith("key<"):
         shape, fits = shape[: len(leaf.shape)], dtype == "uint32"
-    elif leaf.dtype in _BY_BITS or leaf.dtype in _BY_VALUE:
+    elif leaf.dtype in contents.BYTE_DTYPES:
         fits = dtype == "uint8"
     else:
         fits = dtype == leaf.dtype
@@ -298,7 +297,7 @@ def _check_specs(
 ) -> list[Problem]:
     """Whether every leaf that has bytes has a fingerprint of the right type."""
     wanted = {
-        path: (_PYTHON_DTYPES.get(spec.kind, spec.dtype), spec.shape)
+        path: (contents.PYTHON_DTYPES.get(spec.kind, spec.dtype), spec.shape)
         for path, spec in specs.items()
         if not spec.is_empty and spec.kind is not run_record.LeafKind.TEXT
     }
