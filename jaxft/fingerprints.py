@@ -160,6 +160,11 @@ class ArrayDigester:
             for lane, total in enumerate(_lane_sums(words, corner, word_shape)):
                 self._sums[lane] += total
 
+    def partial(self) -> tuple[int, int, int]:
+        """The sums over what was added so far; see `combine`."""
+        low, high = (total % _NUM_VALUES for total in self._sums)
+        return low, high, self._num_nonfinite
+
     def result(self) -> LeafDigest:
         """The digest of all parts.
 
@@ -172,7 +177,7 @@ class ArrayDigester:
                 f"the parts have {self._num_elements} elements, "
                 f"the array {list(self._shape)} has {num_elements}"
             )
-        return combine([(self._sums[0], self._sums[1], self._num_nonfinite)])
+        return combine([self.partial()])
 
     def _check(self, part: np.ndarray, offsets: tuple[int, ...]) -> None:
         if part.dtype != self._dtype:
@@ -242,13 +247,16 @@ def _is_nonfinite_byte(dtype: np.dtype) -> np.ndarray:
     num_values = 1 << num_bits(dtype)
     table = np.zeros(256, np.int64)
     values = np.arange(num_values, dtype=np.uint8).view(dtype)
-    table[:num_values] = ~np.isfinite(values.astype(np.float32))
+    with np.errstate(invalid="ignore"):
+        table[:num_values] = ~np.isfinite(values.astype(np.float32))
     return table
 
 
 def _count_nonfinite(block: np.ndarray) -> int:
     if block.dtype.itemsize > 1:
-        return block.size - int(np.count_nonzero(np.isfinite(block)))
+        # A signaling nan is a value like any other here.
+        with np.errstate(invalid="ignore"):
+            return block.size - int(np.count_nonzero(np.isfinite(block)))
     counts = np.bincount(block.reshape(-1).view(np.uint8), minlength=256)
     return int(counts @ _is_nonfinite_byte(block.dtype))
 
