@@ -132,8 +132,8 @@ def discover(root: str | os.PathLike[str]) -> layout.Discovery:
         FaultError: see `layout.discover` and `read`.
         OSError: see `layout.discover`.
     """
-    decided = read(root)
     found = layout.discover(root)
+    decided = read(root)
     if not decided.rollbacks:
         return found
     committed, abandoned = [], []
@@ -259,7 +259,7 @@ def _files(root: str | os.PathLike[str]) -> list[pathlib.Path]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise _unusable(folder, str(error.strerror)) from error
+        raise layout.unreadable(folder, str(error.strerror)) from error
     numbers = sorted(
         int(match[1]) for name in names if (match := _NAME.fullmatch(name))
     )
@@ -270,7 +270,7 @@ def _read_file(path: pathlib.Path) -> dict[str, Any]:
     try:
         body = json.loads(path.read_bytes())
     except OSError as error:
-        raise _unusable(path, str(error.strerror)) from error
+        raise layout.unreadable(path, str(error.strerror)) from error
     except (ValueError, RecursionError) as error:
         raise _unusable(path, f"damaged: {error}") from error
     form = body.get("format") if isinstance(body, dict) else None
