@@ -80,7 +80,7 @@ class LeafDigest:
     num_nonfinite: int
 
 
-def combine(partials: Iterable[tuple[int, int, int]]) -> LeafDigest:
+def combine(partials: Iterable[Sequence[int]]) -> LeafDigest:
     """The digest of an array from sums over parts that cover it once.
 
     Args:
