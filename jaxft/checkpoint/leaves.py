@@ -111,6 +111,17 @@ def check(target: PyTree) -> None:
     _walk_state(target, type_of)
 
 
+def flatten(tree: PyTree) -> dict[str, tuple[str, Any]]:
+    """Leaf path -> (the name it is stored under, the leaf itself), in tree order."""
+    found = {}
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        segments: tuple[str, ...] = ()
+        for key in keys:
+            segments = (*segments, _segment(key, segments))
+        found["/".join(segments)] = (".".join(segments), leaf)
+    return found
+
+
 def count_bytes(target: PyTree) -> int:
     """Bytes of all arrays of a state, given as values or `jax.ShapeDtypeStruct`."""
     total = 0

@@ -113,7 +113,7 @@ def test_late_answers_and_torn_connections_are_ridden_out(
     root, s3, wire, sync, events, same_files
 ):
     step = root.add(10, a=A, b=B)
-    wire.latency_secs, wire.num_cuts = 0.02, 2
+    wire.latency_secs, wire.num_cuts = 0.01, 2
     sync(s3.url(port=wire.port))
     assert wire.num_cut == 2
     assert [event["step"] for event in events.of("mirror_commit")] == [10]
@@ -230,6 +230,7 @@ def test_what_an_interrupted_copy_left_is_swept_at_the_next_start(root, s3, sync
     assert not [key for key in _blobs(s3) if key.endswith(".5")]
 
 
+@pytest.mark.slow
 def test_every_request_has_a_deadline(s3, wire):
     wire.is_dead = True
     store = mirror_objects.ObjectStore(s3.url(port=wire.port), timeout_secs=0.3)

@@ -1,0 +1,445 @@
+"""Loads from any checkpoint: a part of it, under other names, in other dtypes.
+
+World: device. Floor: above `foreign_source`, `renames` and `leaves`. Read
+`jaxft/checkpoint/foreign_source.py` before.
+
+Nothing is guessed: what the target lacks, what the checkpoint lacks and every dtype
+that differs is an error that lists all of it, unless it is allowed by name. What was
+allowed is in the result and in one event.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from jaxft import patterns, records
+from jaxft.checkpoint import contents, foreign_source, leaves, renames, run_record
+
+PyTree = Any
+
+MEMORY_BYTES = foreign_source.MEMORY_BYTES
+_PARAMS = "params"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What a load gave.
+
+    Attributes:
+        tree: in the structure and placement of the target; without one, nested dicts
+            of NumPy arrays, Python numbers and text.
+        path: the item folder that was read.
+        missing: target paths that kept the target's own values.
+        unexpected: stored paths, under their new names, that were left out.
+        cast: target path -> (stored dtype, dtype now).
+        num_bytes: of the leaves that were read.
+    """
+
+    tree: PyTree
+    path: str
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    cast: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    num_bytes: int = 0
+
+
+def load(
+    path: str | os.PathLike[str],
+    target: PyTree = None,
+    *,
+    paths: str = "**",
+    rename: Mapping[str, str] | None = None,
+    optional: str = "",
+    allow_cast: str = "",
+    strict: bool = True,
+    memory_bytes: int = MEMORY_BYTES,
+    emit: records.Emit = records.ignore_event,
+) -> Loaded:
+    """Loads leaves of a checkpoint that any Orbax wrote; reads no other leaf.
+
+    Args:
+        path: an item, a step, or a root, of which the newest step is taken.
+        target: the tree to come back: arrays, `jax.ShapeDtypeStruct`, numbers, text.
+            JAX arrays are placed as `leaves.match` says. None for NumPy.
+        paths: globs over stored paths; see `jaxft/patterns.py`.
+        rename: stored path -> path in the target; see `jaxft/checkpoint/renames.py`.
+        optional: globs over target paths: the target's own value where it is not
+            stored.
+        allow_cast: globs over target paths that may have another dtype of the same
+            kind than the stored one; integers must keep their values.
+        strict: False also leaves out stored leaves that the target lacks, and keeps
+            the values of all target leaves that are not stored.
+        memory_bytes: most that is read of a leaf at a time. Shards go to their
+            devices as they fill.
+        emit: told what was loaded.
+
+    Raises:
+        TargetMismatchError: it lists every leaf that does not fit.
+        FaultError: kind CONFIG: there is no such checkpoint, or a rename rule fits
+            nothing. Kind NO_CHECKPOINT: a leaf that is wanted is damaged.
+        OSError: it cannot be read.
+    """
+    source = foreign_source.ForeignSource(path, memory_bytes=memory_bytes)
+    names = _select(source, paths=paths, rename=rename or {})
+    options = _Options(optional=optional, allow_cast=allow_cast, strict=strict)
+    return _load(source, names, target, options=options, emit=emit)
+
+
+def init_params(
+    path: str | os.PathLike[str],
+    params: PyTree,
+    *,
+    paths: str = "**",
+    rename: Mapping[str, str] | None = None,
+    optional: str = "",
+    allow_cast: str = "",
+    memory_bytes: int = MEMORY_BYTES,
+    emit: records.Emit = records.ignore_event,
+) -> Loaded:
+    """Loads parameters, and nothing else, to begin another run with.
+
+    Args:
+        path: see `load`.
+        params: the parameters as arrays or `jax.ShapeDtypeStruct`.
+        paths: globs over stored paths, from which the parameters are taken.
+        rename: stored path -> path in the parameters' own tree or, below `params`,
+            in a whole state. If any leaf is below `params` then only those count;
+            else all that `paths` names do.
+        optional: see `load`; globs over paths within the parameters.
+        allow_cast: see `load`; the same.
+        memory_bytes: see `load`.
+        emit: told what was loaded.
+
+    Returns:
+        The parameters; what else a state consists of is made anew from them.
+
+    Raises:
+        TargetMismatchError: see `load`, here and below.
+        FaultError: see `load`.
+        OSError: see `load`.
+    """
+    source = foreign_source.ForeignSource(path, memory_bytes=memory_bytes)
+    names = _select(source, paths=paths, rename=rename or {})
+    prefix = f"{_PARAMS}/"
+    below = {
+        name.removeprefix(prefix): stored
+        for name, stored in names.items()
+        if name.startswith(prefix)
+    }
+    options = _Options(optional=optional, allow_cast=allow_cast, strict=True)
+    return _load(source, below or names, params, options=options, emit=emit)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Options:
+    optional: str
+    allow_cast: str
+    strict: bool
+
+
+def _select(
+    source: foreign_source.ForeignSource, *, paths: str, rename: Mapping[str, str]
+) -> dict[str, str]:
+    """New name -> stored path, of the leaves that are meant."""
+    chosen = patterns.Patterns(paths).select(source.segments)
+    if not chosen:
+        raise foreign_source.refuse(f"no leaf of {source.path} fits {paths!r}")
+    try:
+        names = renames.rename_paths(chosen, rename)
+    except renames.RenameError as error:
+        raise foreign_source.refuse(f"{source.path}: {error}") from error
+    return {name: stored for stored, name in names.items()}
+
+
+def _load(
+    source: foreign_source.ForeignSource,
+    names: Mapping[str, str],
+    target: PyTree,
+    *,
+    options: _Options,
+    emit: records.Emit,
+) -> Loaded:
+    if target is None:
+        loaded = _load_numpy(source, names)
+    else:
+        loaded = _load_into(source, names, target, options=options)
+    emit(
+        "load",
+        path=loaded.path,
+        num_leaves=len(names) - len(loaded.unexpected),
+        num_bytes=loaded.num_bytes,
+        cast={name: list(dtypes) for name, dtypes in loaded.cast.items()},
+        missing=list(loaded.missing),
+        unexpected=list(loaded.unexpected),
+    )
+    return loaded
+
+
+def _load_numpy(
+    source: foreign_source.ForeignSource, names: Mapping[str, str]
+) -> Loaded:
+    values = {name: source.read(stored) for name, stored in names.items()}
+    segments = {
+        name: source.segments[stored] if name == stored else tuple(name.split("/"))
+        for name, stored in names.items()
+    }
+    try:
+        tree = foreign_source.nest(values, segments)
+    except ValueError as error:
+        raise foreign_source.refuse(f"{source.path}: {error}") from error
+    return Loaded(tree=tree, path=source.path, num_bytes=source.num_bytes)
+
+
+# --- into a target ------------------------------------------------------------
+
+
+def _load_into(
+    source: foreign_source.ForeignSource,
+    names: Mapping[str, str],
+    target: PyTree,
+    *,
+    options: _Options,
+) -> Loaded:
+    wanted = {name: leaf for name, (_, leaf) in leaves.flatten(target).items()}
+    problems: list[str] = []
+    missing = tuple(name for name in wanted if name not in names)
+    optional = patterns.Patterns(options.optional)
+    for name in missing:
+        if options.strict and not optional.match(name):
+            problems.append(f"{name}: not in the checkpoint, and not optional")
+        elif isinstance(wanted[name], jax.ShapeDtypeStruct):
+            problems.append(f"{name}: not in the checkpoint, and has no value to keep")
+    unexpected = tuple(name for name in names if name not in wanted)
+    if options.strict:
+        problems += [f"{name}: not in the target" for name in unexpected]
+    specs, cast = {}, {}
+    allowed = patterns.Patterns(options.allow_cast)
+    for name in [name for name in wanted if name in names]:
+        stored = _spec_of(source, names[name])
+        specs[name] = _spec_as(wanted[name], stored)
+        pair = (_dtype_of(stored), _dtype_of(specs[name]))
+        if pair[0] == pair[1]:
+            continue
+        # A Python number holds whatever number of its kind is stored.
+        is_python = specs[name].kind in run_record.PYTHON_KINDS
+        if not is_python:
+            cast[name] = pair
+        is_allowed = is_python or allowed.match(name)
+        if reason := _refuse_cast(*pair, is_allowed=is_allowed):
+            problems.append(f"{name}: stored {stored}, wanted {pair[1]}: {reason}")
+    requests = _match(wanted, specs, problems=problems, path=source.path)
+    values = dict(wanted)
+    for name, request in requests.items():
+        try:
+            values[name] = _read_leaf(source, names[name], request)
+        except ValueError as error:
+            text = f"{name}: {error}"
+            raise leaves.TargetMismatchError(source.path, [text]) from error
+    tree = jax.tree.unflatten(jax.tree.structure(target), list(values.values()))
+    return Loaded(
+        tree=tree,
+        path=source.path,
+        missing=missing,
+        unexpected=unexpected,
+        cast=cast,
+        num_bytes=source.num_bytes,
+    )
+
+
+def _match(
+    wanted: Mapping[str, Any],
+    specs: Mapping[str, run_record.LeafSpec],
+    *,
+    problems: list[str],
+    path: str,
+) -> dict[str, leaves.Request]:
+    """How each leaf is read; all problems in one error."""
+    requests: dict[str, leaves.Request] = {}
+    try:
+        # Flat: a path is one key there. The whole target decides where things go.
+        requests = leaves.match(
+            {name: wanted[name] for name in specs}, specs, path=path
+        )
+    except leaves.TargetMismatchError as error:
+        known = {problem.partition(":")[0] for problem in problems}
+        problems = problems + [
+            problem
+            for problem in error.problems
+            if problem.partition(":")[0] not in known
+        ]
+    if problems:
+        raise leaves.TargetMismatchError(path, sorted(problems))
+    return requests
+
+
+def _spec_of(source: foreign_source.ForeignSource, path: str) -> run_record.LeafSpec:
+    """Type of a stored leaf; of typed keys that of the keys, not of their data."""
+    spec = source.spec(path)
+    if impl := source.key_impl(path):
+        data = jax.ShapeDtypeStruct(spec.shape, spec.dtype)
+        keys = jax.eval_shape(lambda x: jax.random.wrap_key_data(x, impl=impl), data)
+        return run_record.LeafSpec(spec.kind, str(keys.dtype), keys.shape)
+    return spec
+
+
+def _spec_as(leaf: Any, stored: run_record.LeafSpec) -> run_record.LeafSpec:
+    """The stored leaf as one of the target's kind and dtype, where it can be one."""
+    kinds = run_record.LeafKind
+    if stored.kind is kinds.TEXT:
+        return stored
+    if type(leaf) in (bool, int, float) and not stored.shape:
+        return run_record.LeafSpec(kinds(type(leaf).__name__))
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        kind = kinds.WEAK if getattr(leaf, "weak_type", False) else kinds.ARRAY
+    elif isinstance(leaf, np.generic):
+        kind = kinds.NUMPY_SCALAR
+    elif isinstance(leaf, np.ndarray):
+        kind = kinds.NUMPY
+    else:
+        return stored
+    return run_record.LeafSpec(kind, str(leaf.dtype), stored.shape)
+
+
+def _dtype_of(spec: run_record.LeafSpec) -> str:
+    """Name of the dtype that a leaf has as an array."""
+    return contents.PYTHON_DTYPES.get(spec.kind) or spec.dtype or str(spec.kind)
+
+
+def _refuse_cast(old: str, new: str, *, is_allowed: bool) -> str:
+    """Why one dtype may not become the other; empty when it may."""
+    kinds = (np.floating, np.integer, np.complexfloating)
+    is_same_kind = any(_is_kind(old, kind) and _is_kind(new, kind) for kind in kinds)
+    if not is_same_kind:
+        return "that is another kind of value"
+    return "" if is_allowed else "allow the cast by name"
+
+
+def _is_kind(dtype: str, kind: Any) -> bool:
+    try:
+        return jax.numpy.issubdtype(np.dtype(dtype), kind)
+    except TypeError:  # typed keys
+        return False
+
+
+def _read_leaf(
+    source: foreign_source.ForeignSource, path: str, request: leaves.Request
+) -> Any:
+    """One leaf, read, cast and placed.
+
+    Raises:
+        ValueError: an integer does not fit the dtype that is wanted.
+    """
+    spec = request.spec
+    # A weak array is made of a number, and placed by `decode` like all others.
+    sharding = request.sharding if spec.kind is run_record.LeafKind.ARRAY else None
+    if impl := source.key_impl(path):
+        data = jax.numpy.asarray(source.read(path))
+        return leaves.decode(jax.random.wrap_key_data(data, impl=impl), request)
+    if sharding is not None and source.is_large(path):
+        return leaves.decode(_stream(source, path, spec, sharding=sharding), request)
+    value = source.read(path)
+    if request.python is str:
+        return value
+    if request.python is not None:
+        return request.python(np.asarray(value).item())
+    value = _cast(np.asarray(value), spec.dtype)
+    if sharding is not None and not spec.is_empty:
+        # Each process puts its own shards, and asks no other about them.
+        value = jax.make_array_from_callback(
+            spec.shape, sharding, functools.partial(operator.getitem, value)
+        )
+    return leaves.decode(value, request)
+
+
+def _cast(value: np.ndarray, dtype: str) -> np.ndarray:
+    """The value in another dtype of its kind.
+
+    Raises:
+        ValueError: an integer does not fit.
+    """
+    if str(value.dtype) == dtype:
+        return value
+    if value.size and _is_kind(dtype, np.integer):
+        bounds = ml_dtypes.iinfo(dtype)
+        least, most = int(value.min()), int(value.max())
+        if least < bounds.min or most > bounds.max:
+            raise ValueError(f"holds {least} to {most}, which {dtype} cannot hold")
+    return value.astype(dtype)
+
+
+def _stream(
+    source: foreign_source.ForeignSource,
+    path: str,
+    spec: run_record.LeafSpec,
+    *,
+    sharding: jax.sharding.Sharding,
+) -> jax.Array:
+    """A large array, of which each shard leaves the host when it is full."""
+    devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(spec.shape).items():
+        assert index is not None
+        bounds = tuple(
+            part.indices(size)[:2] for part, size in zip(index, spec.shape, strict=True)
+        )
+        devices.setdefault(bounds, []).append(device)
+    filling = {bounds: _Shard(bounds, spec.dtype) for bounds in devices}
+    arrays: list[jax.Array] = []
+
+    def on_part(offsets: tuple[int, ...], part: np.ndarray) -> None:
+        part = _cast(part, spec.dtype)
+        for bounds in [
+            key for key, shard in filling.items() if shard.add(offsets, part)
+        ]:
+            value = filling.pop(bounds).value
+            for device in devices[bounds]:
+                place = jax.sharding.SingleDeviceSharding(
+                    device, memory_kind=sharding.memory_kind
+                )
+                arrays.append(jax.device_put(value, place))
+
+    source.read_parts(path, on_part)
+    return jax.make_array_from_single_device_arrays(spec.shape, sharding, arrays)
+
+
+class _Shard:
+    """A box of an array that is filled from parts.
+
+    Args:
+        bounds: (start, stop) of each dimension.
+        dtype: of its elements.
+    """
+
+    def __init__(self, bounds: Sequence[tuple[int, int]], dtype: str):
+        self._bounds = bounds
+        self._dtype = dtype
+        self._num_left = math.prod(stop - start for start, stop in bounds)
+        self.value = np.empty(0, dtype)
+
+    def add(self, offsets: Sequence[int], part: np.ndarray) -> bool:
+        """Takes what it needs of a part; whether it is full now."""
+        here, there = [], []
+        for (start, stop), first, size in zip(
+            self._bounds, offsets, part.shape, strict=True
+        ):
+            low, high = max(start, first), min(stop, first + size)
+            if low >= high:
+                return False
+            here.append(slice(low - start, high - start))
+            there.append(slice(low - first, high - first))
+        if not self.value.size:  # Not before it is needed.
+            shape = [stop - start for start, stop in self._bounds]
+            self.value = np.empty(shape, self._dtype)
+        taken = part[tuple(there)]
+        self.value[tuple(here)] = taken
+        self._num_left -= taken.size
+        return self._num_left == 0
