@@ -91,6 +91,20 @@ _MANIFEST_PATH = f"{manifests.MANIFEST_ITEM}/{manifests.MANIFEST_FILE}"
 _RECORD_PATH = f"{layout.RUN_ITEM}/{run_record.RECORD_FILE}"
 
 
+def is_healthy(step_path: str | os.PathLike[str]) -> bool:
+    """Whether nothing is known that keeps a step from being a resume point.
+
+    Raises:
+        ManifestError: its manifest is damaged.
+        FaultError: kind CONFIG: a newer jaxft wrote it.
+        OSError: it cannot be read.
+    """
+    try:
+        return manifests.read(step_path).healthy
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+
+
 def count_bytes(manifest: Manifest) -> int:
     """Bytes of arrays that a full verification reads, as they are in memory."""
     return sum(_num_bytes(leaf) for leaf in manifest.leaves.values())

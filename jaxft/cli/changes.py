@@ -1,0 +1,112 @@
+"""`ckpt prune` and `ckpt rollback`: what changes a root.
+
+World: host-only. Floor: cli, below `ckpt`. Read `jaxft/cli/places.py` and
+`jaxft/checkpoint/decisions.py` before.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import Any
+
+from jaxft import records
+from jaxft.checkpoint import decisions, layout, verify
+from jaxft.cli import places, text
+from jaxft.records import ExitCode
+
+
+def prune(options: Any) -> int:
+    """Deletes set-aside and unfinished steps, as far as they are named."""
+    root = places.root_at(options.where)
+    kinds = [
+        kind
+        for kind in ("quarantined", "abandoned", "unfinished")
+        if getattr(options, kind)
+    ]
+    if not kinds:
+        raise _refused("name what may go: --quarantined, --abandoned or --unfinished")
+    with places.owned(root):
+        doomed = _doomed(root, kinds)
+        if not options.dry_run:
+            for one in doomed:
+                _delete(root, one["path"])
+    total = sum(one["num_bytes"] for one in doomed)
+    if options.json:
+        result = {"root": root, "deleted": doomed, "num_bytes": total}
+        text.print_json({**result, "dry_run": options.dry_run})
+        return ExitCode.FINISHED
+    verb = "would delete" if options.dry_run else "deleted"
+    for one in doomed:
+        print(f"{verb} {one['path']} ({text.size(one['num_bytes'])})")
+    print(f"{verb} {text.plural(len(doomed), 'folder')}, {text.size(total)}")
+    return ExitCode.FINISHED
+
+
+def _doomed(root: str, kinds: list[str]) -> list[dict[str, Any]]:
+    found = layout.discover(root)
+    paths = [
+        (kind, path)
+        for kind in kinds
+        for path in found.set_aside
+        if f".{kind}-" in os.path.basename(path)
+    ]
+    if "unfinished" in kinds:
+        paths += [("unfinished", path) for path, _ in found.unfinished]
+    return [
+        {"kind": kind, "path": path, "num_bytes": layout.count_bytes(path)}
+        for kind, path in paths
+    ]
+
+
+def _delete(root: str, path: str) -> None:
+    """Deletes one entry of the root, and nothing that it links to."""
+    if os.path.dirname(path) != os.path.abspath(root):
+        raise _refused(f"{path} is not in {root}")
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    else:
+        os.unlink(path)
+    layout.sync_folder(root)
+
+
+def roll_back(options: Any) -> int:
+    """Makes an earlier step the newest one, for good."""
+    root = places.root_at(options.where)
+    reason = " ".join(options.reason.split())
+    if not reason:
+        raise _refused("--reason is empty: say why, for whoever reads it later")
+    aside: list[str] = []
+
+    def emit(kind: str, /, **fields: Any) -> None:
+        if kind == "abandoned":
+            aside.append(fields["path"])
+
+    with places.owned(root):
+        found = decisions.discover(root)
+        if options.to in found.steps:
+            _check_resume_point(layout.step_path(root, options.to))
+        done = decisions.roll_back(root, to=options.to, reason=reason, emit=emit)
+    if options.json:
+        fields = {"from": done.origin, "to": done.to, "timeline": done.timeline}
+        text.print_json({"root": root, **fields, "reason": reason, "aside": aside})
+        return ExitCode.FINISHED
+    print(f"{root} is back at step {done.to}, on timeline {done.timeline}")
+    for path in aside:
+        print(f"kept as {path}")
+    return ExitCode.FINISHED
+
+
+def _check_resume_point(path: str) -> None:
+    """Refuses a step from which no run could go on: the later ones would be gone."""
+    problems = verify.verify_step(path, full=False, allow_unproven=True)
+    if problems:
+        raise places.nothing_there(f"{path} is damaged: {problems[0]}; nothing changed")
+    if not verify.is_healthy(path):
+        raise places.nothing_there(f"{path} is not healthy: nothing changed")
+
+
+def _refused(problem: str) -> records.FaultError:
+    return records.FaultError(
+        records.Fault(kind=records.FaultKind.CONFIG, evidence=problem)
+    )

@@ -1,0 +1,110 @@
+"""`ckpt prune` and `ckpt rollback`: nothing goes that was not named."""
+
+import os
+import shutil
+
+import pytest
+
+from jaxft.checkpoint import decisions
+from jaxft.recovery.workdir import WorkdirLock
+
+
+@pytest.fixture
+def crowded(root):
+    """With one folder of each kind beside the steps."""
+    shutil.copytree(root / "10", root / "5.quarantined-1")
+    shutil.copytree(root / "10", root / "6.abandoned-t0")
+    shutil.copytree(root / "10", root / "60.orbax-checkpoint-tmp-x")
+    (root / "notes").mkdir()
+    return root
+
+
+KINDS = {
+    "quarantined": "5.quarantined-1",
+    "abandoned": "6.abandoned-t0",
+    "unfinished": "60.orbax-checkpoint-tmp-x",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prune_deletes_the_kind_that_is_named(ckpt, ckpt_json, crowded, kind):
+    before = set(os.listdir(crowded))
+    code, out, _ = ckpt("prune", crowded, f"--{kind}", "--dry-run")
+    assert code == 0
+    assert out.startswith(f"would delete {crowded / KINDS[kind]} (")
+    assert set(os.listdir(crowded)) == before
+    code, found = ckpt_json("prune", crowded.parent, f"--{kind}")
+    assert code == 0
+    assert [one["path"] for one in found["deleted"]] == [str(crowded / KINDS[kind])]
+    assert found["num_bytes"] > 1000
+    assert before - set(os.listdir(crowded)) == {KINDS[kind]}
+
+
+def test_prune_follows_no_link_out_of_the_root(ckpt, root, tmp_path):
+    precious = tmp_path / "precious"
+    shutil.copytree(root / "10", precious)
+    (root / "7.quarantined-1").symlink_to(precious)
+    assert ckpt("prune", root, "--quarantined")[0] == 0
+    assert not os.path.lexists(root / "7.quarantined-1")
+    assert (precious / "run/metadata").is_file()
+
+
+def test_rollback_sets_later_steps_aside(ckpt, ckpt_json, root):
+    code, found = ckpt_json("rollback", root, "--to=10", "--reason=bad data")
+    assert code == 0
+    assert (found["from"], found["to"], found["timeline"]) == (30, 10, 1)
+    assert [os.path.basename(path) for path in found["aside"]] == [
+        "20.abandoned-t0",
+        "30.abandoned-t0",
+    ]
+    assert decisions.discover(root).steps == [10]
+    assert decisions.read(root).rollbacks[0].reason == "bad data"
+    code, out, _ = ckpt("rollback", root, "--to=10", "--reason=again")
+    assert code == 0
+    assert "on timeline 2" in out
+
+
+@pytest.mark.parametrize(
+    "words", [("--to=15", "--reason=x"), ("--to=99", "--reason=x")]
+)
+def test_rollback_to_what_is_not_there_is_66(ckpt, root, words):
+    code, _, err = ckpt("rollback", root, *words)
+    assert code == 66
+    assert "there: 10, 20, 30" in err
+    assert decisions.discover(root).steps == [10, 20, 30]
+
+
+def test_rollback_to_a_damaged_or_unhealthy_step_is_refused(
+    ckpt, root, handmade, leaves
+):
+    (root / "10/state/params.w/c/0/0").unlink()
+    code, _, err = ckpt("rollback", root, "--to=10", "--reason=x")
+    assert code == 66
+    assert "is damaged: state/params.w/c/0/0 of leaf params/w: is missing" in err
+    handmade.make_step(root, 25, leaves, keys=("key",), healthy=False)
+    code, _, err = ckpt("rollback", root, "--to=25", "--reason=x")
+    assert code == 66
+    assert "not healthy" in err
+    code, _, err = ckpt("rollback", root, "--to=20", "--reason= ")
+    assert code == 78
+    assert decisions.discover(root).steps == [10, 20, 25, 30]
+
+
+def test_nothing_changes_while_a_run_has_the_workdir(ckpt, crowded):
+    before = sorted(os.listdir(crowded))
+    with WorkdirLock.acquire(crowded.parent):
+        for words in (
+            ("rollback", crowded, "--to=10", "--reason=x"),
+            ("prune", crowded.parent, "--unfinished"),
+        ):
+            code, _, err = ckpt(*words)
+            assert code == 73
+            assert f"workdir {crowded.parent} is in use by process {os.getpid()}" in err
+        assert ckpt("ls", crowded)[0] == 0
+    assert sorted(os.listdir(crowded)) == before
+    assert ckpt("prune", crowded, "--unfinished")[0] == 0
+
+
+def test_a_root_without_a_workdir_gets_no_lock(ckpt, root):
+    assert ckpt("rollback", root, "--to=10", "--reason=x")[0] == 0
+    assert not (root.parent / "lock").exists()
