@@ -168,6 +168,7 @@ class Mirror:
 
     def _copy_all(self) -> None:
         """One pass: until the root has nothing that the mirror lacks."""
+        owner = _root_id(self._root)
         if self._target is None:
             target = open_target(self._address, timeout_secs=self._timeout_secs)
             if isinstance(
@@ -176,9 +177,8 @@ class Mirror:
                 raise mirror_mark.MirrorError(
                     f"{target.where} is the checkpoint root itself: use another place"
                 )
-            target.sweep(marks=target.marks())
+            target.sweep(owner, marks=target.marks())
             self._target = target
-        owner = _root_id(self._root)
         refused: set[int] = set()
         while True:
             found = layout.discover(self._root)
@@ -211,8 +211,8 @@ class Mirror:
             there = marks.get(step)
             if step in marks and (there is None or there.source != owner):
                 raise mirror_mark.SourceError(
-                    f"{self._target.where} has a step {step} of another root: "
-                    "use another place"
+                    f"{self._target.where} has a step {step} that is of another root, "
+                    "or whose mark is damaged: use another place"
                 )
             source = mirror_mark.describe(layout.step_path(self._root, step))
             known = mirror_mark.Known(

@@ -20,8 +20,9 @@ from collections.abc import Iterator, Mapping
 
 from jaxft.checkpoint import layout, mirror_mark
 
-_COPYING = f"{layout.TMP_MARK}-mirror"
-_DOOMED = f"{layout.TMP_MARK}-mirror-deleted"
+# Followed by the identity of the root whose mirror is at work.
+_COPYING = f"{layout.TMP_MARK}-mirror-"
+_DOOMED = f"{layout.TMP_MARK}-mirror-deleted-"
 
 
 class FolderTarget:
@@ -59,7 +60,7 @@ class FolderTarget:
     ) -> tuple[mirror_mark.Mark, int]:
         """Copies a step; see `mirror_objects.ObjectTarget.add`."""
         final = self._step_path(source.step)
-        copy = f"{final}{_COPYING}"
+        copy = f"{final}{_COPYING}{owner}"
         layout.make_root(self.where)
         _remove(copy)
         os.mkdir(copy)
@@ -95,6 +96,7 @@ class FolderTarget:
         return True
 
     def _commit(self, copy: str, final: str, mark: mirror_mark.Mark) -> None:
+        doomed = f"{final}{_DOOMED}{mark.source}"
         with open(os.path.join(copy, mirror_mark.MARK_FILE), "xb") as file:
             file.write(mirror_mark.encode(mark))
             file.flush()
@@ -103,27 +105,31 @@ class FolderTarget:
             layout.sync_folder(folder)
         if os.path.lexists(final):
             # The same label of a timeline that a rollback has ended.
-            _remove(f"{final}{_DOOMED}")
-            os.rename(final, f"{final}{_DOOMED}")
+            _remove(doomed)
+            os.rename(final, doomed)
         os.rename(copy, final)
         layout.sync_folder(self.where)
-        _remove(f"{final}{_DOOMED}")
+        _remove(doomed)
 
     def remove(
         self, step: int, *, marks: Mapping[int, mirror_mark.Mark | None]
     ) -> None:
         """Deletes a step: its name first."""
-        del marks  # A file goes with its last link.
-        doomed = f"{self._step_path(step)}{_DOOMED}"
+        mark = marks[step]
+        assert mark is not None
+        # A file goes with its last link.
+        doomed = f"{self._step_path(step)}{_DOOMED}{mark.source}"
         _remove(doomed)
         os.rename(self._step_path(step), doomed)
         _remove(doomed)
 
-    def sweep(self, *, marks: Mapping[int, mirror_mark.Mark | None]) -> None:
-        """Deletes what an interrupted copy or deletion of a mirror left."""
+    def sweep(
+        self, owner: str, *, marks: Mapping[int, mirror_mark.Mark | None]
+    ) -> None:
+        """Deletes what an interrupted copy or deletion by the same root left."""
         del marks
         for path, _ in layout.discover(self.where).unfinished:
-            if path.endswith((_COPYING, _DOOMED)):
+            if path.endswith((f"{_COPYING}{owner}", f"{_DOOMED}{owner}")):
                 _remove(path)
 
     def read(self, mark: mirror_mark.Mark) -> Iterator[tuple[str, bytes]]:

@@ -3,13 +3,14 @@
 World: host-only. Floor: above `array_store` and `mirror_mark`, below `mirror`. Read
 `jaxft/checkpoint/mirror_mark.py` before and `jaxft/checkpoint/mirror.py` after.
 
-    <step>/COMMIT                          the mark; one write makes the step
-    blobs/<sha256>.<written_at>[.<piece>]  the files; written once, never changed
+    <step>/COMMIT                                the mark; one write makes the step
+    blobs/<source>/<sha256>.<written_at>[.<n>]   the files, and their n-th pieces
 
 Object stores have no links and no rename. So files are stored under what they hold
 and when they were written, and steps that share a file name the same object. Nothing
 is overwritten but marks, so a kill at any time leaves whole steps, and objects that
-no mark names, which the next copy uses or the next start deletes.
+no mark names, which the next copy uses or the next start deletes. Each root has a
+folder of its own for them, so that no start deletes what another root is copying.
 """
 
 from __future__ import annotations
@@ -175,14 +176,14 @@ class ObjectTarget:
             OSError: it cannot be read.
             CopyStoppedError: by the pace.
         """
-        sender = _Sender(self._store, pace=pace)
+        sender = _Sender(self._store, folder=_folder(owner), pace=pace)
         files = {}
         for file in source.files:
             if held := known.find(file, step=source.step):
                 pace.spend(0)
                 files[file.path] = held[1]
             else:
-                files[file.path] = sender.send(file, folder=source.path)
+                files[file.path] = sender.send(file, step_path=source.path)
         sender.flush()
         mark = source.mark(files, source=owner)
         self._store.put([(_key(source.step), mirror_mark.encode(mark))])
@@ -207,9 +208,17 @@ class ObjectTarget:
         if mark is not None:
             self._delete_blobs(_blob_keys(mark), marks=rest)
 
-    def sweep(self, *, marks: Mapping[int, mirror_mark.Mark | None]) -> None:
-        """Deletes the objects that no mark names: interrupted copies left them."""
-        self._delete_blobs(self._store.keys(_BLOBS, f"{_BLOBS}~"), marks=marks)
+    def sweep(
+        self, owner: str, *, marks: Mapping[int, mirror_mark.Mark | None]
+    ) -> None:
+        """Deletes the objects that no mark names: interrupted copies left them.
+
+        Args:
+            owner: identity of the root whose copies they were.
+            marks: of all steps that are there.
+        """
+        folder = _folder(owner)
+        self._delete_blobs(self._store.keys(folder, f"{folder}~"), marks=marks)
 
     def _delete_blobs(
         self, keys: Iterable[str], *, marks: Mapping[int, mirror_mark.Mark | None]
@@ -229,7 +238,7 @@ class ObjectTarget:
         batch: list[tuple[str, str]] = []
         num_bytes = 0
         for path, file in mark.files.items():
-            for key, size in _pieces(file):
+            for key, size in _pieces(file, folder=_folder(mark.source)):
                 if num_bytes + size > mirror_mark.PIECE_BYTES or (
                     len(batch) == _MAX_IN_FLIGHT
                 ):
@@ -254,24 +263,26 @@ class _Sender:
 
     Args:
         store: where to.
+        folder: where the root's files are in it.
         pace: of the copy.
     """
 
-    def __init__(self, store: ObjectStore, *, pace: mirror_mark.Pace):
+    def __init__(self, store: ObjectStore, *, folder: str, pace: mirror_mark.Pace):
         self._store = store
+        self._folder = folder
         self._pace = pace
         self._batch: list[tuple[str, bytes]] = []
         self._num_batch_bytes = 0
         self._sent: set[str] = set()
         self.num_sent_bytes = 0
         # Of an interrupted copy of the same step.
-        self._there = set(store.keys(_BLOBS, f"{_BLOBS}~"))
+        self._there = set(store.keys(folder, f"{folder}~"))
 
     def send(
-        self, file: mirror_mark.SourceFile, *, folder: str
+        self, file: mirror_mark.SourceFile, *, step_path: str
     ) -> mirror_mark.MirroredFile:
         """Sends one file, at the latest with the next `flush`."""
-        path = os.path.join(folder, file.path)
+        path = os.path.join(step_path, file.path)
         digest = hashlib.sha256()
         pieces = [] if file.num_bytes else [b""]
         num_bytes = 0
@@ -283,8 +294,9 @@ class _Sender:
             pieces = [piece] if file.num_bytes <= mirror_mark.PIECE_BYTES else []
         sent = file.sent(digest.hexdigest())
         again = hashlib.sha256()
+        names = _pieces(sent, folder=self._folder)
         source = pieces or mirror_mark.read_pieces(path)
-        for piece, (key, _) in zip(source, _pieces(sent), strict=False):
+        for piece, (key, _) in zip(source, names, strict=False):
             again.update(piece)
             self._add(key, piece)
         if num_bytes != file.num_bytes or again.digest() != digest.digest():
@@ -323,9 +335,16 @@ def _key(step: int) -> str:
     return f"{step}/{mirror_mark.MARK_FILE}"
 
 
-def _pieces(file: mirror_mark.MirroredFile) -> Iterator[tuple[str, int]]:
+def _folder(owner: str) -> str:
+    """Where the files of a root are."""
+    return f"{_BLOBS}{owner}/"
+
+
+def _pieces(
+    file: mirror_mark.MirroredFile, *, folder: str
+) -> Iterator[tuple[str, int]]:
     """(key, length) of the objects that hold a file."""
-    name = f"{_BLOBS}{file.sha256}.{file.written_at}"
+    name = f"{folder}{file.sha256}.{file.written_at}"
     if file.num_bytes <= mirror_mark.PIECE_BYTES:
         yield name, file.num_bytes
         return
@@ -335,4 +354,6 @@ def _pieces(file: mirror_mark.MirroredFile) -> Iterator[tuple[str, int]]:
 
 
 def _blob_keys(mark: mirror_mark.Mark) -> set[str]:
-    return {key for file in mark.files.values() for key, _ in _pieces(file)}
+    folder = _folder(mark.source)
+    files = mark.files.values()
+    return {key for file in files for key, _ in _pieces(file, folder=folder)}

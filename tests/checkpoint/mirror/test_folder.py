@@ -118,7 +118,7 @@ def test_steps_of_another_root_are_left_alone(root, target, sync, events, tmp_pa
     assert mirror.list_steps(str(target)) == [10, 30]
     (failed,) = events.of("mirror_failed")
     assert failed["step"] == 10
-    assert "of another root" in failed["reason"]
+    assert "is of another root" in failed["reason"]
 
 
 def test_a_root_begun_from_the_mirror_goes_on_as_the_one_that_wrote_it(

@@ -224,10 +224,15 @@ def test_a_kill_in_the_middle_leaves_no_step_and_the_next_run_completes(
 @pytest.mark.slow
 def test_what_an_interrupted_copy_left_is_swept_at_the_next_start(root, s3, sync):
     store = s3.store()
-    store.write("mirror/blobs/" + "0" * 64 + ".5", b"left").result()
     root.add(10, a=A)
     sync(s3.url())
-    assert not [key for key in _blobs(s3) if key.endswith(".5")]
+    owner = (root.path / "mirror-id").read_text().strip()
+    for folder in (owner, "0" * 32):
+        store.write(f"mirror/blobs/{folder}/{'0' * 64}.5", b"left").result()
+    sync(s3.url())
+    # What another root is copying now is left alone.
+    (left,) = [key for key in _blobs(s3) if key.endswith(".5")]
+    assert "0" * 32 in left
 
 
 @pytest.mark.slow
@@ -244,3 +249,14 @@ def test_every_request_has_a_deadline(s3, wire):
         with pytest.raises(mirror_mark.MirrorError, match=r"within 0\.3 s"):
             ask()
         assert time.monotonic() - start < 1
+
+
+@pytest.mark.parametrize("address", ["gs://bucket/prefix", "s3://bucket/prefix"])
+def test_both_kinds_of_stores_open(address):
+    store = mirror_objects.ObjectStore(address, timeout_secs=1)
+    assert store.where == address
+
+
+def test_an_address_with_an_unknown_option_is_refused():
+    with pytest.raises(mirror_mark.MirrorError, match="cannot be opened"):
+        mirror_objects.ObjectStore("s3://bucket/prefix?end=x", timeout_secs=1)
