@@ -7,11 +7,15 @@ World: device. Floor: beside `leaves`, below `array_handler`. Read
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import functools
 import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 
@@ -25,6 +29,29 @@ from jaxft.checkpoint.chunking import (
     make_box,
     meet,
 )
+
+# Dtypes whose elements lie in XLA's memory as in NumPy's; the narrower are packed.
+_PLAIN_DTYPE = re.compile(r"bool|u?int(8|16|32|64)|b?float(8_.*|16|32|64)|complex.*")
+
+
+def fills(dtype: Any, place: jax.sharding.Sharding | None) -> bool:
+    """Whether leaves of this kind are read into memory that JAX allocated.
+
+    So it is on CPU. Such an array is as good as a fresh one: it can be donated.
+
+    Args:
+        dtype: of the leaf.
+        place: where it goes; None is uncommitted on the default device.
+    """
+    if not _PLAIN_DTYPE.fullmatch(str(dtype)):
+        return False
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        return False
+    if place is None:
+        return jax.default_backend() == "cpu"
+    device = next(iter(place.device_set))
+    default = device.default_memory().kind
+    return device.platform == "cpu" and place.memory_kind in (None, default)
 
 
 def chunks_of(store: ts.TensorStore, box: Box) -> Iterator[Box]:
@@ -51,10 +78,14 @@ class Reader:
         return value
 
     async def to_device(
-        self, store: ts.TensorStore, place: jax.sharding.Sharding
+        self, store: ts.TensorStore, place: jax.sharding.Sharding | None
     ) -> jax.Array:
-        """A leaf in its place."""
+        """A leaf in its place; None is uncommitted on the default device."""
         shape = tuple(store.shape)
+        if fills(store.dtype.numpy_dtype, place):
+            return await self._fill(store, place)
+        if place is None:
+            return jnp.array(await self.to_host(store))
         devices: dict[Any, list[jax.Device]] = {}
         for device, index in place.addressable_devices_indices_map(shape).items():
             key = tuple(
@@ -79,6 +110,20 @@ class Reader:
                 await asyncio.to_thread(jax.block_until_ready, parts)
         return jax.make_array_from_single_device_arrays(shape, place, parts)
 
+    async def _fill(
+        self, store: ts.TensorStore, place: jax.sharding.Sharding | None
+    ) -> jax.Array:
+        """Reads into a new array, of which nobody else knows yet."""
+        dtype = store.dtype.numpy_dtype
+        array = _maker(tuple(store.shape), dtype, place)()
+        await asyncio.to_thread(jax.block_until_ready, array)
+        boxes, outs = [], []
+        for shard in array.addressable_shards:
+            boxes.append(make_box(shard.index, store.shape))
+            outs.append(_memory_of(shard.data))
+        await self._read_into(outs, store, boxes)
+        return array
+
     async def _read(
         self, store: ts.TensorStore, boxes: Sequence[Box]
     ) -> list[np.ndarray]:
@@ -87,6 +132,12 @@ class Reader:
         outs = [
             _empty([part.stop - part.start for part in box], dtype) for box in boxes
         ]
+        await self._read_into(outs, store, boxes)
+        return outs
+
+    async def _read_into(
+        self, outs: Sequence[np.ndarray], store: ts.TensorStore, boxes: Sequence[Box]
+    ) -> None:
         whole = make_box([slice(None)] * store.rank, store.shape)
         reads = []
         for chunk in chunks_of(store, whole):
@@ -98,7 +149,6 @@ class Reader:
             if shares:
                 reads.append(self._read_chunk(store, chunk, shares))
         await gather(reads)
-        return outs
 
     async def _read_chunk(
         self, store: ts.TensorStore, chunk: Box, shares: list[tuple[Any, Box, Box]]
@@ -121,3 +171,21 @@ def _empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     memory = np.empty(size + 64, np.uint8)
     start = -memory.ctypes.data % 64
     return memory[start : start + size].view(dtype).reshape(shape)
+
+
+@functools.lru_cache(maxsize=1024)
+def _maker(
+    shape: tuple[int, ...], dtype: np.dtype, place: jax.sharding.Sharding | None
+) -> Any:
+    """What allocates arrays of a kind, each in memory of its own."""
+    return jax.jit(lambda: jax.lax.empty(shape, dtype), out_shardings=place)
+
+
+def _memory_of(array: jax.Array) -> np.ndarray:
+    """The memory of an array on one CPU device, to be written into.
+
+    The caller made the array and has shown it to nobody.
+    """
+    address = array.unsafe_buffer_pointer()
+    memory: Any = (ctypes.c_ubyte * array.nbytes).from_address(address)
+    return np.frombuffer(memory, np.uint8).view(array.dtype).reshape(array.shape)

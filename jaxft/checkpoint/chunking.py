@@ -14,8 +14,9 @@ from typing import Any
 
 _CODECS = ("raw", "lz4", "zstd")
 _LAYOUTS = ("files", "ocdbt")
-# Larger chunks gain nothing on the disks seen; smaller ones make too many files.
-_MAX_CHUNK_BYTES = 2**25
+# Buffers of larger chunks are not reused by the allocator, and each is touched anew;
+# smaller ones make too many files.
+_MAX_CHUNK_BYTES = 2**24
 _MIN_CHUNK_BYTES = 2**16
 # So much of what is written or read is between the caller's arrays and the disk.
 _MAX_FLYING_BYTES = 2**28

@@ -419,8 +419,13 @@ def _sharding(
     return leaf.sharding or default
 
 
-def decode(value: Any, request: Request) -> Any:
+def decode(value: Any, request: Request, *, is_fresh: bool = False) -> Any:
     """The leaf as it was, from what Orbax read.
+
+    Args:
+        value: what was read.
+        request: what for.
+        is_fresh: the value is an array in its place that is nobody else's.
 
     Raises:
         ValueError: what was read has another type or shape than the record says.
@@ -440,6 +445,8 @@ def decode(value: Any, request: Request) -> Any:
         )
     if not request.is_jax:
         return value[()] if spec.kind is run_record.LeafKind.NUMPY_SCALAR else value
+    if is_fresh and spec.dtype not in _BYTE_DTYPES:
+        return value
     if spec.kind is run_record.LeafKind.WEAK:
         # A Python number is the only public source of weak types.
         value = jnp.asarray(np.asarray(value).item())

@@ -29,7 +29,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxft import records
-from jaxft.checkpoint import layout, leaves, quiet, run_record
+from jaxft.checkpoint import (
+    array_reader,
+    layout,
+    leaves,
+    manifest,
+    quiet,
+    run_record,
+)
 from jaxft.checkpoint.array_handler import ArrayOptions, make_registry
 
 PyTree = Any
@@ -53,7 +60,7 @@ class _DurablePath(ocp.path.atomicity.AtomicRenameTemporaryPath):
     the commit. Of several processes only the primary does so, after all have written.
     """
 
-    seal: Seal = staticmethod(lambda _: None)
+    seal: Seal | None = None
 
     def __init__(self, temporary_path: Path | None, final_path: Path, **options: Any):
         self._step_path = final_path
@@ -73,7 +80,11 @@ class _DurablePath(ocp.path.atomicity.AtomicRenameTemporaryPath):
     async def finalize(self) -> None:
         """Commits."""
         await super().finalize()
-        await asyncio.to_thread(self.seal, pathlib.Path(self._final_path))
+        if self.seal is not None:
+            sealed = pathlib.Path(self._final_path)
+            # What stands for it so far; an item without a folder is none.
+            await asyncio.to_thread(shutil.rmtree, sealed / manifest.MANIFEST_ITEM)
+            await asyncio.to_thread(self.seal, sealed)
         await asyncio.to_thread(_commit, self._final_path, self._step_path)
 
 
@@ -208,11 +219,22 @@ def write_async(
     arrays = arrays or ArrayOptions()
     options = {} if seal is None else {"seal": staticmethod(seal)}
     path_class: Any = type("_SealedPath", (_DurablePath,), options)
+    handlers: dict[str, Any] = {
+        layout.STATE_ITEM: _state_handler(arrays, links=links),
+        layout.RUN_ITEM: ocp.JsonCheckpointHandler(filename=run_record.RECORD_FILE),
+    }
+    # The keys are the names of the items' folders.
+    items: dict[str, Any] = {
+        layout.STATE_ITEM: ocp.args.PyTreeSave(stored),
+        layout.RUN_ITEM: ocp.args.JsonSave(dict(record)),
+    }
+    if seal is not None:
+        # Orbax has to know every folder of a step; this one's content comes later.
+        item, file = manifest.MANIFEST_ITEM, manifest.MANIFEST_FILE
+        handlers[item] = ocp.JsonCheckpointHandler(filename=file)
+        items[item] = ocp.args.JsonSave({})
     checkpointer = ocp.AsyncCheckpointer(
-        ocp.CompositeCheckpointHandler(
-            state=_state_handler(arrays, links=links),
-            run=ocp.JsonCheckpointHandler(filename=run_record.RECORD_FILE),
-        ),
+        ocp.CompositeCheckpointHandler(**handlers),
         async_options=ocp.options.AsyncOptions(
             timeout_secs=max(1, int(-(-timeout_secs // 1))),
             # Made in a thread of their own they save a millisecond, and where that
@@ -221,13 +243,9 @@ def write_async(
         ),
         temporary_path_class=path_class,
     )
-    # The keywords are layout.STATE_ITEM and layout.RUN_ITEM.
-    items = ocp.args.Composite(
-        state=ocp.args.PyTreeSave(stored), run=ocp.args.JsonSave(dict(record))
-    )
     quiet.begin()
     try:
-        checkpointer.save(path, args=items)
+        checkpointer.save(path, args=ocp.args.Composite(**items))
     except BaseException:
         with contextlib.suppress(Exception):
             checkpointer.close()
@@ -274,10 +292,16 @@ def read_state(
     treedef = jax.tree.structure(target)
     # One leaf after the other, so that at most one is there twice.
     result = [
-        leaves.decode(values.pop(name, None), request)
-        for name, request in requests.items()
+        _decode(values.pop(name, None), request) for name, request in requests.items()
     ]
     return jax.tree.unflatten(treedef, result)
+
+
+def _decode(value: Any, request: leaves.Request) -> Any:
+    is_fresh = isinstance(value, jax.Array) and array_reader.fills(
+        value.dtype, request.sharding
+    )
+    return leaves.decode(value, request, is_fresh=is_fresh)
 
 
 def _restore(
@@ -344,15 +368,11 @@ def _restore_args(request: leaves.Request | None) -> ocp.RestoreArgs:
         return ocp.RestoreArgs(restore_type=request.python)
     spec = request.spec
     is_key = spec.dtype.startswith("key<")
-    if not request.is_jax or (request.sharding is None and not is_key):
+    if not request.is_jax or spec.kind is run_record.LeafKind.WEAK:
         return ocp.RestoreArgs(restore_type=np.ndarray)
-    if spec.kind is run_record.LeafKind.WEAK:
-        return ocp.RestoreArgs(restore_type=np.ndarray)
-    # Without one: where JAX puts things by default, which is a device that lives.
-    sharding = request.sharding or jax.device_put(0).sharding
     return ocp.ArrayRestoreArgs(
         restore_type=jax.Array,
-        sharding=sharding,
+        sharding=request.sharding,
         global_shape=None if is_key else spec.shape,
     )
 
