@@ -22,6 +22,7 @@ bears it; `wait` and `close` never do.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -46,7 +47,10 @@ from jaxft.checkpoint import (
     run_record,
     space,
 )
-from jaxft.checkpoint.restore import Check, Restored, refuse_foreign, restore_newest
+from jaxft.checkpoint.judge import Check, Restored
+from jaxft.checkpoint.planner import SavePlanner
+from jaxft.checkpoint.proof import Proof
+from jaxft.checkpoint.restore import refuse_foreign, restore_newest
 from jaxft.checkpoint.saves import Saves
 
 PyTree = Any
@@ -124,7 +128,6 @@ class CheckpointManager:
         self._last_step = -1
         self._last_secs = timer()
         self._answered_step = -1
-        self._abilities: space.Abilities | None = None
         self._saves = Saves(
             self.root,
             timeout_secs=timeout_secs,
@@ -132,7 +135,9 @@ class CheckpointManager:
                 on_save_error, max_failed=max_failed_saves
             ),
             emit=emit,
-            on_commit=self._retain,
+        )
+        self._planner = SavePlanner(
+            self.root, self._options, timeout_secs=timeout_secs, emit=emit
         )
         self._retention_lock = threading.Lock()
         at_exit.finish_at_exit(self)
@@ -274,34 +279,51 @@ class CheckpointManager:
             time_secs=self._clock(),
             state=types,
             timeline=decisions.read(self.root).timeline,
+            has_manifest=True,
             **content,
         )
-        path = layout.step_path(self.root, step)
+        planning_secs = 0.0
         try:
             layout.make_root(self.root)
-            write = orbax_io.write_async(
-                path, stored, record=record, timeout_secs=self._timeout_secs
-            )
+            planning = time.monotonic()
+            plan = self._planner.plan(step, state=state, record=record)
+            planning_secs = time.monotonic() - planning
+            write = self._planner.start(plan, stored, record=record)
         except (OSError, ValueError) as error:
-            self._saves.clean_failed(path)
+            self._saves.clean_failed(layout.step_path(self.root, step))
             if isinstance(error, OSError):
                 raise
             raise OSError(orbax_io.first_line(error)) from error
-        self._emit("save_start", step=step, blocking_secs=time.monotonic() - start)
-        self._saves.begin(step, write, {})
+        self._emit(
+            "save_start",
+            step=step,
+            blocking_secs=time.monotonic() - start,
+            planning_secs=planning_secs,
+            num_linked=len(plan.links),
+        )
+        self._saves.begin(
+            step,
+            write,
+            facts=plan.facts,
+            on_end=functools.partial(self._end, plan),
+        )
 
     # --- in the background ----------------------------------------------------
 
+    def _end(self, plan: Proof, committed: bool) -> None:
+        self._planner.end(plan, committed=committed)
+        if committed and jax.process_index() == 0:
+            self._retain(plan.step)
+
     def _retain(self, committed: int) -> None:
         """Deletes what the policy does not keep, as the disk is now."""
-        if jax.process_index() != 0:
-            return
         with self._retention_lock:
             retention.retain(
                 self.root,
                 keep=self._keep_policy,
                 committed=committed,
                 in_flight=self.in_flight,
+                pins=self._planner.pins,
                 emit=self._emit,
             )
 
@@ -325,7 +347,7 @@ class CheckpointManager:
             layout.check_writable(self.root)
             leaves.check(target)
             if jax.process_index() == 0:
-                self._abilities = space.probe(self.root)
+                self._planner.probe()
                 space.check_space(
                     self.root,
                     state_bytes=leaves.count_bytes(target),
@@ -341,8 +363,15 @@ class CheckpointManager:
         """Waits for a save in flight; then see `jaxft.checkpoint.restore`."""
         self._saves.wait_for_flight(self._timeout_secs)
         restored = restore_newest(
-            self.root, target, step=step, check=check, emit=self._emit
+            self.root,
+            target,
+            step=step,
+            check=check,
+            verify=self._options.verify,
+            memory_bytes=self._options.memory_bytes,
+            emit=self._emit,
         )
+        self._planner.forget()
         if jax.process_index() == 0:
             with self._retention_lock:
                 retention.finish_deletions(self.root, emit=self._emit)
@@ -366,6 +395,7 @@ class CheckpointManager:
             decisions.roll_back(
                 self.root, to=to, reason=reason, skip=skip, emit=self._emit
             )
+        self._planner.forget()
         self._saves.set_last_committed(to)
         self._last_step, self._last_secs = to, self._timer()
 

@@ -9,15 +9,42 @@ is finished by the next start.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Collection
+import threading
+from collections.abc import Iterable
 
 from jaxft import records
 from jaxft.checkpoint import decisions, layout, orbax_io, policies, run_record
 
 _DOOMED = f"{layout.TMP_MARK}-deleted"
+
+
+class Pins:
+    """Steps that saves on their way still read from, and that must not go meanwhile.
+
+    Attributes:
+        lock: held while a step is renamed to be deleted, and while pins are set.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._held: dict[int, frozenset[int]] = {}
+
+    def hold(self, steps: Iterable[int], *, by: int) -> None:
+        """Pins `steps` for the save of step `by`; with the lock held."""
+        self._held[by] = frozenset(steps)
+
+    def release(self, *, by: int) -> None:
+        """The save of step `by` has read what it needs."""
+        with self.lock:
+            self._held.pop(by, None)
+
+    def has(self, step: int) -> bool:
+        """Whether some save needs `step`; with the lock held."""
+        return any(step in steps for steps in self._held.values())
 
 
 def retain(
@@ -27,7 +54,7 @@ def retain(
     committed: int,
     in_flight: int | None,
     emit: records.Emit,
-    pinned: Callable[[], Collection[int]] = tuple,
+    pins: Pins | None = None,
 ) -> None:
     """Deletes what the policy does not keep, and what failed saves left.
 
@@ -37,7 +64,7 @@ def retain(
         committed: unfinished steps up to this one are leftovers.
         in_flight: but not this one.
         emit: told of deletions, and of those that failed: none is worth a run.
-        pinned: steps that are not deleted now, asked again before each deletion.
+        pins: steps that saves on their way need.
     """
     try:
         found = decisions.discover(root)
@@ -49,8 +76,8 @@ def retain(
     if policies.reads_metrics(keep):
         infos = tuple(_with_metrics(info) for info in infos)
     for info in policies.plan_deletions(infos, keep=keep):
-        if info.step not in kept and info.step not in pinned():
-            delete(info.step, path=info.path, emit=emit)
+        if info.step not in kept:
+            delete(info.step, path=info.path, emit=emit, pins=pins)
     for path, step in found.unfinished:
         if step <= committed and step != in_flight:
             delete(step, path=path, emit=emit)
@@ -77,13 +104,18 @@ def finish_deletions(root: str, *, emit: records.Emit) -> None:
             delete(step, path=path, emit=emit)
 
 
-def delete(step: int, *, path: str, emit: records.Emit) -> None:
+def delete(
+    step: int, *, path: str, emit: records.Emit, pins: Pins | None = None
+) -> None:
     """Deletes one folder of a step; one that has vanished is fine."""
     try:
         if layout.TMP_MARK not in os.path.basename(path):
             doomed = f"{path}{_DOOMED}"
             orbax_io.remove(doomed)
-            os.rename(path, doomed)
+            with pins.lock if pins else contextlib.nullcontext():
+                if pins and pins.has(step):
+                    return  # The next retention sees it again.
+                os.rename(path, doomed)
             path = doomed
         orbax_io.remove(path)
     except FileNotFoundError:

@@ -137,6 +137,7 @@ def make_record(
     run: Mapping[str, Any] | None = None,
     metrics: Mapping[str, float] | None = None,
     timeline: int = 0,
+    has_manifest: bool = False,
 ) -> dict[str, Any]:
     """The run record of one step, detached from its arguments.
 
@@ -148,6 +149,7 @@ def make_record(
         run: whatever else the run wants back; tuples come back as lists.
         metrics: name -> value; values that are not finite are stored as text.
         timeline: rollbacks before it; see `jaxft.checkpoint.decisions`.
+        has_manifest: whether the step is given a manifest: it is damaged without.
 
     Raises:
         TypeError: a value is not JSON.
@@ -166,7 +168,7 @@ def make_record(
             for name, value in numbers.items()
         },
         "state": state,
-    }
+    } | ({"has_manifest": True} if has_manifest else {})
 
 
 def _json_value(value: Any, path: str) -> Any:
@@ -222,6 +224,8 @@ def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
     for name, kinds in _RECORD_TYPES.items():
         if type(record.get(name)) not in kinds:
             raise RecordError(f"{file} has no {name} that can be understood")
+    if type(record.get("has_manifest", False)) is not bool:
+        raise RecordError(f"{file} has no has_manifest that can be understood")
     try:
         record["metrics"] = {name: float(x) for name, x in record["metrics"].items()}
     except (TypeError, ValueError, OverflowError) as error:

@@ -19,18 +19,7 @@ import jax
 
 from jaxft import records
 from jaxft.checkpoint import layout, orbax_io, policies
-
-
-class UnhealthyError(Exception):
-    """A state that is no resume point, as its leaves are not finite.
-
-    Attributes:
-        leaves: their paths.
-    """
-
-    def __init__(self, leaves: tuple[str, ...]):
-        super().__init__(f"not finite: {', '.join(leaves[:20])}")
-        self.leaves = leaves
+from jaxft.checkpoint.proof import UnhealthyError
 
 
 class Flight:
@@ -40,13 +29,22 @@ class Flight:
         step: its label.
         write: the write itself.
         facts: what its commit event says besides, filled in on the way.
+        on_end: called at its end, with whether it has committed.
         over: set when it is known how it ended.
     """
 
-    def __init__(self, step: int, write: orbax_io.Write, facts: Mapping[str, Any]):
+    def __init__(
+        self,
+        step: int,
+        write: orbax_io.Write,
+        *,
+        facts: Mapping[str, Any],
+        on_end: Callable[[bool], None],
+    ):
         self.step = step
         self.write = write
         self.facts = facts
+        self.on_end = on_end
         self.over = threading.Event()
 
 
@@ -58,7 +56,6 @@ class Saves:
         timeout_secs: deadline of one save.
         errors: what a failed one means.
         emit: told of commits and failures.
-        on_commit: called in the background after a commit, with its step.
     """
 
     def __init__(
@@ -68,13 +65,11 @@ class Saves:
         timeout_secs: float,
         errors: policies.SaveErrors,
         emit: records.Emit,
-        on_commit: Callable[[int], None],
     ):
         self._root = root
         self._timeout_secs = timeout_secs
         self._errors = errors
         self._emit = emit
-        self._on_commit = on_commit
         # What the threads share.
         self._lock = threading.Lock()
         self._flight: Flight | None = None
@@ -111,9 +106,23 @@ class Saves:
 
     # --- the way of one save --------------------------------------------------
 
-    def begin(self, step: int, write: orbax_io.Write, facts: Mapping[str, Any]) -> None:
-        """Follows a write that has begun."""
-        flight = Flight(step, write, facts)
+    def begin(
+        self,
+        step: int,
+        write: orbax_io.Write,
+        *,
+        facts: Mapping[str, Any],
+        on_end: Callable[[bool], None],
+    ) -> None:
+        """Follows a write that has begun.
+
+        Args:
+            step: its label.
+            write: it.
+            facts: what its commit event says besides; complete when it commits.
+            on_end: called in the background at its end, with whether it committed.
+        """
+        flight = Flight(step, write, facts=facts, on_end=on_end)
         thread = threading.Thread(
             target=self._follow, args=(flight,), name="jaxft-commit", daemon=True
         )
@@ -140,8 +149,7 @@ class Saves:
             self._end(flight, error)
         finally:
             flight.over.set()
-        if error is None:
-            self._on_commit(flight.step)
+        flight.on_end(error is None)
 
     def _end(self, flight: Flight, error: BaseException | None) -> None:
         unhealthy = _unhealthy(error)

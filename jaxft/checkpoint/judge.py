@@ -1,0 +1,393 @@
+"""Reads one step and judges it: good, or damaged and why.
+
+World: device. Floor: above `proof`, below `restore`. Read `jaxft/checkpoint/proof.py`
+before and `jaxft/checkpoint/restore.py` after.
+
+* `full`: the manifest, the length of every file, the sha256 of all but array data,
+  and the fingerprint of every restored leaf, taken where it lies now;
+* `sample`: the same, with the fingerprints of a stable eighth of the leaves;
+* `off`: nothing but the checksums that end each chunk.
+
+A step of an older jaxft has no manifest: it is restored with the event `unverified`,
+on the word of its checksums. One whose run record says that it was given a manifest
+and that has none is damaged. When a step cannot be read, or differs, it is verified
+on the disk, without any device, and the file or leaf that is to blame is named; when
+the disk is right, the failure is not the step's and is raised.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from jaxft import records
+from jaxft.checkpoint import (
+    layout,
+    orbax_io,
+    proof,
+    quiet,
+    run_record,
+    verify,
+)
+from jaxft.checkpoint import manifest as manifests
+from jaxft.checkpoint.manifest import Manifest, Problem
+from jaxft.config import Verify
+
+PyTree = Any
+
+# Looks at a run record; why the step is not as it was saved, empty when it is.
+Check = Callable[[dict[str, Any]], str]
+
+# What a store says that is there and does not answer now.
+_NOT_NOW = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EIO,
+    errno.ESTALE,
+    errno.ENOTCONN,
+    errno.ETIMEDOUT,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Restored:
+    """One step, back in memory.
+
+    Attributes:
+        step: its label.
+        state: the state, in the structure and placement of the target.
+        data: the data position saved with it.
+        run: what the caller saved as `run`.
+        metrics: evaluation results saved with it.
+        record: the whole run record.
+        path: its folder.
+        num_proven: leaves whose values were proven to be those that were saved.
+        secs: what reading and proving took.
+    """
+
+    step: int
+    state: PyTree
+    data: dict[str, Any]
+    run: dict[str, Any]
+    metrics: dict[str, float]
+    record: dict[str, Any]
+    path: str
+    num_proven: int = 0
+    secs: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What a restore asks of each step; see `restore.restore_newest`."""
+
+    target: PyTree
+    check: Check | None
+    verify: Verify
+    memory_bytes: int
+    emit: records.Emit
+
+
+@dataclasses.dataclass(frozen=True)
+class Damage:
+    """A step that is not what was saved.
+
+    Attributes:
+        reason: one line.
+        problems: the files and leaves that are to blame.
+    """
+
+    reason: str
+    problems: tuple[Problem, ...] = ()
+
+    @classmethod
+    def of(cls, problems: Iterable[Problem]) -> Damage:
+        """Several, told by the first and their number."""
+        problems = tuple(problems)
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        return cls(f"{problems[0]}{more}", problems)
+
+    @classmethod
+    def elsewhere(cls, processes: list[int]) -> Damage:
+        """Seen by other processes."""
+        return cls(f"process {processes[0]} could not read it")
+
+
+# --- reading ------------------------------------------------------------------
+
+
+def read(path: str, reading: Reading, *, step: int) -> Restored | Damage:
+    """Reads a step that is whole as far as its files tell; see also `prove`.
+
+    Raises:
+        FaultError: kind CONFIG: a newer jaxft wrote it, or it may not be read now.
+        TargetMismatchError: the target does not fit the stored state.
+        Exception: a failure that is not the step's.
+    """
+    with quiet.quiet_orbax():
+        outcome = _read(path, reading, step=step)
+        if isinstance(outcome, Damage):
+            quiet.drain()
+    if isinstance(outcome, Damage):
+        where = outcome.problems[0].path if outcome.problems else ""
+        reading.emit("corrupt", step=step, path=where, reason=outcome.reason)
+    return outcome
+
+
+def _read(path: str, reading: Reading, *, step: int) -> Restored | Damage:
+    start = time.monotonic()
+    manifest: Manifest | None = None
+    try:
+        record = run_record.read_record(path)
+        if record["step"] != step:
+            return Damage(f"it says that it is step {record['step']}")
+        if reading.verify is not Verify.OFF:
+            manifest = _manifest(path, record)
+            if manifest is not None and (problems := _check_files(path, manifest)):
+                return Damage.of(problems)
+        if reading.check is not None and (reason := reading.check(record)):
+            return Damage(reason)
+        if manifest is not None and not manifest.healthy:
+            return _unhealthy(manifest, reading)
+        state = orbax_io.read_state(
+            path, reading.target, record=record, memory_bytes=reading.memory_bytes
+        )
+    except records.FaultError as error:
+        if "cannot be read" in str(error):
+            reading.emit("unreadable", step=step, reason=str(error))
+        raise
+    except Exception as error:
+        return _explain(error, path, reading=reading, step=step)
+    return Restored(
+        step=step,
+        state=state,
+        data=record["data"],
+        run=record["run"],
+        metrics=record["metrics"],
+        record=record,
+        path=path,
+        secs=time.monotonic() - start,
+    )
+
+
+def _manifest(path: str, record: dict[str, Any]) -> Manifest | None:
+    """The manifest; None for a step that never had one."""
+    try:
+        return manifests.read(path)
+    except (FileNotFoundError, NotADirectoryError):
+        if record.get("has_manifest"):
+            file = f"{manifests.MANIFEST_ITEM}/{manifests.MANIFEST_FILE}"
+            raise manifests.ManifestError(f"{file} is missing") from None
+        return None
+
+
+def _check_files(path: str, manifest: Manifest) -> list[Problem]:
+    """What is wrong as far as lengths, JSON and small files tell."""
+    problems = verify.verify_step(path, full=False)
+    if not problems:
+        small = proof.small_files(manifest)
+        problems = manifests.check_files(path, small, full=True)
+    return problems
+
+
+def _unhealthy(manifest: Manifest, reading: Reading) -> Damage:
+    leaves = list(manifest.unhealthy)
+    reading.emit("unhealthy", step=manifest.step, leaves=leaves)
+    return Damage(f"it is no resume point: not finite: {', '.join(leaves[:20])}")
+
+
+def _explain(error: Exception, path: str, *, reading: Reading, step: int) -> Damage:
+    """The damage that an error comes from.
+
+    Raises:
+        FaultError: kind CONFIG: the step may not be read now.
+        Exception: the error itself, when the step is not to blame.
+    """
+    if isinstance(error, run_record.RecordError | manifests.ManifestError):
+        return Damage.of([_blame(error, path)])
+    # Damaged, or is it the target, the devices or this process? Ask the files, but
+    # not by Orbax first: it takes some that may not be read for absent ones.
+    try:
+        _read_anything(path)
+        if orbax_io.cause(error) in ("no permission", "I/O error"):
+            raise layout.unreadable(path, orbax_io.first_line(error)) from error
+    except records.FaultError as refusal:
+        reading.emit("unreadable", step=step, reason=str(refusal))
+        raise
+    if orbax_io.is_process_failure(error):
+        raise error
+    if problems := _verify(path):
+        return Damage.of(problems)
+    if reason := orbax_io.probe(path):
+        return Damage(reason)
+    raise error
+
+
+def _verify(path: str) -> list[Problem]:
+    """What a reader without devices finds wrong with a step."""
+    try:
+        return verify.verify_step(path, allow_unproven=True)
+    except OSError as error:
+        if orbax_io.is_process_failure(error):
+            raise
+        return [Problem(os.path.basename(path), orbax_io.first_line(error))]
+
+
+def _blame(error: Exception, path: str) -> Problem:
+    """The file that an error about one speaks of."""
+    if isinstance(error, manifests.ManifestError):
+        file = f"{manifests.MANIFEST_ITEM}/{manifests.MANIFEST_FILE}"
+    else:
+        file = f"{layout.RUN_ITEM}/{run_record.RECORD_FILE}"
+    text = str(error).removeprefix(os.path.join(path, file)).removeprefix(file)
+    return Problem(file, text.strip())
+
+
+def _read_anything(path: str) -> None:
+    """Raises when a part of a step is there but cannot be read now.
+
+    Raises:
+        FaultError: kind CONFIG: the store does not give it.
+        OSError: this process has no files left.
+    """
+    try:
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    _read_anything(entry.path)
+                elif entry.is_file():
+                    with open(entry.path, "rb", buffering=0) as file:
+                        file.read(1)
+    except OSError as error:
+        if error.errno in _NOT_NOW:
+            where, why = error.filename or path, str(error.strerror)
+            raise layout.unreadable(where, why) from error
+        if orbax_io.is_process_failure(error):
+            raise
+
+
+# --- proving ------------------------------------------------------------------
+
+
+def prove(restored: Restored, reading: Reading) -> Restored | Damage:
+    """Compares what was restored with what was saved; all processes together.
+
+    Args:
+        restored: what `read` gave.
+        reading: the same.
+
+    Raises:
+        FaultError: kind EXCEPTION: the step on disk is right, and what was restored
+            of it is not: this machine cannot be trusted.
+    """
+    start = time.monotonic()
+    num_proven, mode = 0, reading.verify.value
+    problems: list[Problem] = []
+    if reading.verify is not Verify.OFF:
+        manifest = _manifest(restored.path, restored.record)
+        if manifest is None:
+            mode = "none"
+            reason = "it has no manifest: an older jaxft wrote it"
+            reading.emit("unverified", step=restored.step, reason=reason)
+        else:
+            is_sample = reading.verify is Verify.SAMPLE
+            paths = proof.sample(manifest) if is_sample else list(manifest.leaves)
+            num_proven = len(paths)
+            problems = [
+                Problem(leaf, reason, leaf)
+                for leaf, reason in proof.differing_leaves(
+                    restored.state, manifest, paths=paths
+                )
+            ]
+    if problems:
+        return _judge_difference(restored, problems, emit=reading.emit)
+    verify_secs = time.monotonic() - start
+    secs = restored.secs + verify_secs
+    reading.emit(
+        "restore",
+        step=restored.step,
+        secs=secs,
+        num_bytes=layout.count_bytes(restored.path),
+        verify=mode,
+        num_proven=num_proven,
+        verify_secs=verify_secs,
+    )
+    return dataclasses.replace(restored, num_proven=num_proven, secs=secs)
+
+
+def _judge_difference(
+    restored: Restored, problems: list[Problem], *, emit: records.Emit
+) -> Damage:
+    if on_disk := _verify(restored.path):
+        damage = Damage.of(on_disk)
+        where = on_disk[0].path
+        emit("corrupt", step=restored.step, path=where, reason=damage.reason)
+        return damage
+    text = (
+        f"{restored.path} is right on disk, but restored from it {problems[0]}: memory "
+        "or a device of this machine changes values; use another one"
+    )
+    raise records.FaultError(
+        records.Fault(kind=records.FaultKind.EXCEPTION, evidence=text)
+    )
+
+
+# --- what else a bad file belongs to -------------------------------------------
+
+
+def sharing_steps(
+    root: str, step: int, *, damage: Damage, others: Iterable[int]
+) -> dict[int, str]:
+    """Steps that contain the same bad file as `step`, and the path of that.
+
+    Args:
+        root: the checkpoint root.
+        step: the damaged step, still under its name.
+        damage: what is wrong with it.
+        others: the steps to look at.
+    """
+    path = layout.step_path(root, step)
+    bad = sorted(_bad_files(path, damage.problems))
+    found: dict[int, str] = {}
+    for other in others:
+        for file in bad:
+            if _is_same(os.path.join(path, file), os.path.join(root, str(other), file)):
+                found[other] = file
+                break
+    return found
+
+
+def _bad_files(path: str, problems: Iterable[Problem]) -> set[str]:
+    """Files of a step that are to blame; of a leaf that is, all of its files."""
+    files: set[str] = set()
+    names: dict[str, str] = {}
+    for problem in problems:
+        if os.path.isfile(os.path.join(path, problem.path)):
+            files.add(problem.path)
+        elif problem.leaf:
+            names = names or _leaf_names(path)
+            folder = os.path.join(
+                layout.STATE_ITEM, names.get(problem.leaf, problem.leaf)
+            )
+            for parent, _, inside in os.walk(os.path.join(path, folder)):
+                relative = os.path.relpath(parent, path)
+                files.update(os.path.join(relative, file) for file in inside)
+    return files
+
+
+def _leaf_names(path: str) -> dict[str, str]:
+    try:
+        leaves = manifests.read(path).leaves
+    except (OSError, manifests.ManifestError, records.FaultError):
+        return {}
+    return {leaf: entry.name for leaf, entry in leaves.items()}
+
+
+def _is_same(first: str, second: str) -> bool:
+    try:
+        return os.path.samefile(first, second)
+    except OSError:
+        return False

@@ -1,0 +1,199 @@
+"""Plans each save: the layout, the leaves that are linked, what proves the step.
+
+World: device. Floor: above `proof` and `retention`, below `manager`. Read
+`jaxft/checkpoint/proof.py` and `jaxft/checkpoint/incremental.py` before.
+
+A leaf that has not changed is hard-linked to the bytes of the step before the newest
+one, never of the newest: neighbouring steps share no file, so that a bad file always
+leaves one of two neighbours whole. Several processes, which would have to agree on
+every link, write in full.
+"""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from jaxft import records
+from jaxft.checkpoint import (
+    decisions,
+    layout,
+    options,
+    orbax_io,
+    proof,
+    retention,
+    run_record,
+    space,
+)
+from jaxft.checkpoint import manifest as manifests
+from jaxft.checkpoint.chunking import ArrayOptions
+from jaxft.checkpoint.manifest import Manifest
+from jaxft.config import ArrayLayout
+
+PyTree = Any
+
+_MAX_MANIFESTS = 4
+
+
+class SavePlanner:
+    """Plans the saves of one manager.
+
+    Args:
+        root: the checkpoint root, absolute.
+        chosen: how steps are stored.
+        timeout_secs: deadline of a save.
+        emit: told once which layout is written, and why.
+
+    Attributes:
+        pins: steps that the save in flight needs.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        chosen: options.Options,
+        *,
+        timeout_secs: float,
+        emit: records.Emit,
+    ):
+        self.pins = retention.Pins()
+        self._root = root
+        self._options = chosen
+        self._timeout_secs = timeout_secs
+        self._emit = emit
+        self._has_links: bool | None = None
+        self._layout: ArrayLayout | None = None
+        self._manifests: dict[int, Manifest] = {}
+
+    def probe(self) -> None:
+        """Tries what saves will ask of the root.
+
+        Raises:
+            SpaceError: it cannot hold checkpoints.
+        """
+        self._has_links = space.probe(self._root).has_links
+
+    def plan(
+        self, step: int, *, state: PyTree, record: Mapping[str, Any]
+    ) -> proof.Proof:
+        """Starts the digests of a state, and chooses how it is written.
+
+        Args:
+            step: the label.
+            state: what is saved.
+            record: its run record.
+        """
+        arrays = ArrayOptions(
+            layout=self._choose_layout(record).value,
+            codec=self._options.codec.value,
+            memory_bytes=self._options.memory_bytes,
+        )
+        one = proof.Proof(
+            step,
+            record=record,
+            state=state,
+            arrays=arrays,
+            health=self._options.health,
+        )
+        self._plan_links(step, one)
+        return one
+
+    def _choose_layout(self, record: Mapping[str, Any]) -> ArrayLayout:
+        """The same for all saves of a manager."""
+        if self._layout is not None:
+            return self._layout
+        if self._has_links is None:
+            try:
+                self.probe()
+            except space.SpaceError:
+                self._has_links = False  # The save itself will tell what is wrong.
+        has_links = bool(self._has_links) and jax.process_count() == 1
+        num_leaves, num_bytes = proof.num_state_bytes(run_record.leaf_specs(record))
+        self._layout, reason = options.choose_layout(
+            self._options.layout,
+            num_leaves=num_leaves,
+            num_bytes=num_bytes,
+            has_links=has_links,
+        )
+        self._emit(
+            "checkpoint_layout",
+            layout=self._layout.value,
+            codec=self._options.codec.value,
+            reason=reason,
+        )
+        return self._layout
+
+    def _plan_links(self, step: int, one: proof.Proof) -> None:
+        can_link = self._layout is ArrayLayout.FILES and self._has_links
+        if not can_link or not self._options.full_every or jax.process_count() > 1:
+            return
+        # Between the look and the pin nothing may be deleted.
+        with self.pins.lock:
+            infos = decisions.discover(self._root).committed[-2:]
+            self.pins.hold([info.step for info in infos], by=step)
+        found = [self._manifest(info) for info in infos]
+        if len(found) < 2 or found[0] is None or found[1] is None:
+            return
+        one.plan_links(
+            newest=found[1],
+            base=found[0],
+            base_path=infos[0].path,
+            full_every=self._options.full_every,
+        )
+
+    def _manifest(self, info: records.CheckpointInfo) -> Manifest | None:
+        """The manifest of a committed step; None when it has none to go by."""
+        if info.step not in self._manifests:
+            try:
+                self._manifests[info.step] = manifests.read(info.path)
+            except (OSError, manifests.ManifestError, records.FaultError):
+                return None
+        return self._manifests[info.step]
+
+    def start(
+        self, one: proof.Proof, stored: PyTree, *, record: Mapping[str, Any]
+    ) -> orbax_io.Write:
+        """Starts to write what was planned; see `orbax_io.write_async`."""
+        path = layout.step_path(self._root, one.step)
+        write = orbax_io.write_async(
+            path,
+            stored,
+            record=record,
+            timeout_secs=self._timeout_secs,
+            arrays=one.arrays,
+            links=one.links,
+            seal=self._seal(one, path),
+        )
+        if jax.process_index() != 0:
+            threading.Thread(
+                target=one.share, args=(path,), name="jaxft-digests", daemon=True
+            ).start()
+        return write
+
+    def _seal(self, one: proof.Proof, path: str) -> Callable[[pathlib.Path], None]:
+        """What finishes the step in the primary process."""
+        if jax.process_count() == 1:
+            return one.seal
+        return functools.partial(
+            one.seal_shared,
+            step_path=path,
+            timeout_secs=self._timeout_secs,
+            remove=orbax_io.remove,
+        )
+
+    def end(self, one: proof.Proof, *, committed: bool) -> None:
+        """Keeps what the next save needs to know about this one."""
+        if committed and one.manifest is not None:
+            self._manifests[one.step] = one.manifest
+            for old in sorted(self._manifests)[:-_MAX_MANIFESTS]:
+                del self._manifests[old]
+        self.pins.release(by=one.step)
+
+    def forget(self) -> None:
+        """Something else than a save has changed the root."""
+        self._manifests.clear()

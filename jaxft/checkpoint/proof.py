@@ -1,0 +1,371 @@
+"""What proves a step: digests of the state it was made of, and its manifest.
+
+World: device. Floor: above `orbax_io`, below `restore` and `manager`. Read
+`jaxft/parallel/fingerprint.py` and `jaxft/checkpoint/manifest.py` before.
+
+The digest of a leaf is taken where the leaf lies, before it is copied to the host, and
+again where it lies after a restore: whatever happened on the way shows. A `Proof`
+accompanies one save: it says which leaves are linked, and makes the manifest when all
+else is written. `differing_leaves` is its counterpart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxft import fingerprints, patterns
+from jaxft.checkpoint import array_store, incremental, layout, leaves, run_record
+from jaxft.checkpoint import manifest as manifests
+from jaxft.checkpoint.chunking import ArrayOptions
+from jaxft.checkpoint.manifest import LeafEntry, Manifest
+from jaxft.fingerprints import LeafDigest
+from jaxft.parallel import fingerprint
+
+PyTree = Any
+
+_PYTHON_DTYPES = {int: "int64", float: "float64", bool: "bool"}
+_POLL_SECS = 0.01
+_Partials = dict[str, list[tuple[int, int, int]]]
+
+
+class UnhealthyError(Exception):
+    """A state that is no resume point, as its leaves are not finite.
+
+    Attributes:
+        leaves: their paths.
+    """
+
+    def __init__(self, paths: tuple[str, ...]):
+        super().__init__(f"not finite: {', '.join(paths[:20])}")
+        self.leaves = paths
+
+
+# --- digests ------------------------------------------------------------------
+
+
+class Digests:
+    """The digests of all leaves of a state that have elements and are no text.
+
+    Those of JAX arrays are started here and do not block; the others are taken at
+    once, since their memory is the caller's.
+
+    Args:
+        state: the tree; its arrays may be donated or changed afterwards.
+        paths: only these leaves; None for all.
+
+    Attributes:
+        names: leaf path -> the name it is stored under.
+        types: leaf path -> (dtype, shape).
+    """
+
+    def __init__(self, state: PyTree, *, paths: Iterable[str] | None = None):
+        wanted = None if paths is None else frozenset(paths)
+        self.names: dict[str, str] = {}
+        self.types: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self._host: dict[str, LeafDigest] = {}
+        on_device = {}
+        for path, (name, leaf) in leaves.flatten(state).items():
+            if isinstance(leaf, str) or (wanted is not None and path not in wanted):
+                continue
+            if not isinstance(leaf, jax.Array):
+                leaf = np.asarray(leaf, _PYTHON_DTYPES.get(type(leaf)))
+            if 0 in leaf.shape:
+                continue
+            self.names[path] = name
+            self.types[path] = str(leaf.dtype), tuple(leaf.shape)
+            if isinstance(leaf, jax.Array):
+                on_device[path] = leaf
+            else:
+                self._host[path] = fingerprints.digest_array(leaf)
+        self._pending = fingerprint.start_digests(on_device)
+
+    def of(self, paths: Iterable[str]) -> dict[str, LeafDigest]:
+        """The digests of some leaves, of which this process holds all parts."""
+        paths = list(paths)
+        on_device = [path for path in paths if path not in self._host]
+        return self._pending.result(on_device) | {
+            path: self._host[path] for path in paths if path in self._host
+        }
+
+    def partials(self) -> _Partials:
+        """What this process knows of the leaves that are on devices."""
+        return self._pending.partials()
+
+    def all(self, others: Iterable[_Partials] = ()) -> dict[str, LeafDigest]:
+        """The digests of all leaves, with the partials of the other processes."""
+        mine = self.partials()
+        others = list(others)
+        digests = {}
+        for path in self.names:
+            if path in self._host:
+                digests[path] = self._host[path]
+            else:
+                parts = [part[path] for part in (mine, *others)]
+                digests[path] = fingerprints.combine(p for one in parts for p in one)
+        return digests
+
+    def all_together(self) -> dict[str, LeafDigest]:
+        """Like `all`, in a call that all processes make at the same place."""
+        if jax.process_count() == 1:
+            return self.all()
+        mine = self.partials()
+        sums = np.array(
+            [
+                [sum(lane) % 2**32 for lane in zip(*parts, strict=True)] or [0] * 3
+                for parts in mine.values()
+            ],
+            np.uint32,
+        ).reshape(len(mine), 3)
+        gathered = np.asarray(multihost_utils.process_allgather(sums))
+        return self._host | {
+            path: fingerprints.combine(
+                (int(low), int(high), int(bad)) for low, high, bad in gathered[:, index]
+            )
+            for index, path in enumerate(mine)
+        }
+
+
+# --- of one save --------------------------------------------------------------
+
+
+class Proof:
+    """Accompanies one save.
+
+    Args:
+        step: its label.
+        record: its run record.
+        state: what is saved; its digests are started here.
+        arrays: how its arrays are stored.
+        health: globs of the leaves that must be finite.
+
+    Attributes:
+        step: its label.
+        arrays: how its arrays are stored.
+        links: leaf name -> folder of the same bytes in an older step.
+        facts: for the commit event, complete when the step is sealed.
+        manifest: of the step, when it is sealed.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        *,
+        record: Mapping[str, Any],
+        state: PyTree,
+        arrays: ArrayOptions,
+        health: str,
+    ):
+        self.step = step
+        self.arrays = arrays
+        self.links: dict[str, str] = {}
+        self.facts: dict[str, Any] = {"num_linked": 0, "linked_bytes": 0}
+        self.manifest: Manifest | None = None
+        self._timeline = record["timeline"]
+        self._health = patterns.Patterns(health)
+        self._digests = Digests(state)
+        self._carried: dict[str, LeafEntry] = {}
+
+    def plan_links(
+        self, *, newest: Manifest, base: Manifest, base_path: str, full_every: int
+    ) -> None:
+        """Chooses the leaves to link; waits for the digests of the candidates.
+
+        Args:
+            newest: of the newest committed step.
+            base: of the one committed before it, whose bytes are linked.
+            base_path: folder of that.
+            full_every: commits after which a leaf is written anew.
+        """
+        settings: dict[str, Any] = {
+            "step": self.step,
+            "newest": newest,
+            "base": base,
+            "array_layout": self.arrays.layout,
+            "codec": self.arrays.codec,
+            "full_every": full_every,
+        }
+        types = self._digests.types
+        asked = incremental.candidates(types, **settings)
+        digests = self._digests.of(path for path in types if path in asked)
+        self._carried = incremental.plan_links(digests, types, **settings)
+        state = os.path.join(base_path, layout.STATE_ITEM)
+        self.links = {
+            entry.name: os.path.join(state, entry.name)
+            for entry in self._carried.values()
+        }
+
+    def seal(self, folder: pathlib.Path, *, others: Iterable[_Partials] = ()) -> None:
+        """Judges the state and writes the manifest of the finished step.
+
+        Args:
+            folder: the step, under another name yet.
+            others: what the other processes know of the digests.
+
+        Raises:
+            UnhealthyError: it is no resume point.
+            OSError: a file cannot be read or written.
+        """
+        digests = self._digests.all(others)
+        self.check_health(digests)
+        files = manifests.collect_files(folder, array_layout=self.arrays.layout)
+        names = self._digests.names
+        sizes = array_store.measure_leaves(
+            folder,
+            names=list(names.values()),
+            files=files,
+            array_layout=self.arrays.layout,
+        )
+        entries = {
+            path: self._carried.get(path)
+            or LeafEntry(
+                path=path,
+                name=name,
+                dtype=self._digests.types[path][0],
+                shape=self._digests.types[path][1],
+                fingerprint=digests[path].fingerprint,
+                written_at=self.step,
+                num_chunks=sizes[name][0],
+                num_bytes=sizes[name][1],
+                num_nonfinite=digests[path].num_nonfinite,
+            )
+            for path, name in names.items()
+        }
+        self.manifest = Manifest(
+            step=self.step,
+            timeline=self._timeline,
+            array_layout=self.arrays.layout,
+            codec=self.arrays.codec,
+            healthy=True,
+            leaves=entries,
+            files=files,
+        )
+        manifests.write(folder, self.manifest)
+        self.facts["linked_bytes"] = sum(e.num_bytes for e in self._carried.values())
+        self.facts["num_linked"] = len(self._carried)
+
+    def check_health(self, digests: Mapping[str, LeafDigest]) -> None:
+        """Refuses a state with leaves that must be finite and are not.
+
+        Raises:
+            UnhealthyError: it names them.
+        """
+        bad = [
+            path for path in self._health.select(digests) if digests[path].num_nonfinite
+        ]
+        if bad:
+            raise UnhealthyError(tuple(bad))
+
+    # --- several processes: what each knows goes through the root ---------------
+
+    def share(self, step_path: str) -> None:
+        """Gives the primary process what this one knows; waits for the devices."""
+        folder = _shared_folder(step_path)
+        os.makedirs(folder, exist_ok=True)
+        path = os.path.join(folder, f"{jax.process_index()}.json")
+        with open(f"{path}.new", "w") as file:
+            json.dump(self._digests.partials(), file)
+        os.rename(f"{path}.new", path)
+
+    def seal_shared(
+        self,
+        folder: pathlib.Path,
+        *,
+        step_path: str,
+        timeout_secs: float,
+        remove: Callable[[str], None],
+    ) -> None:
+        """`seal` in the primary process of several, with what the others shared.
+
+        Raises:
+            TimeoutError: one of them has not.
+        """
+        deadline = time.monotonic() + timeout_secs
+        others = []
+        for index in range(jax.process_count()):
+            if index == jax.process_index():
+                continue
+            path = pathlib.Path(_shared_folder(step_path), f"{index}.json")
+            while not path.exists():
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"process {index} has not told its digests")
+                time.sleep(_POLL_SECS)
+            others.append(json.loads(path.read_bytes()))
+        remove(_shared_folder(step_path))
+        self.seal(folder, others=others)
+
+
+def _shared_folder(step_path: str) -> str:
+    return f"{step_path}{layout.TMP_MARK}-digests"
+
+
+# --- of one restore -----------------------------------------------------------
+
+
+def small_files(manifest: Manifest) -> Manifest:
+    """The manifest without the data files of OCDBT: values prove what those hold."""
+    files = {
+        path: entry
+        for path, entry in manifest.files.items()
+        if not (path.startswith(f"{layout.STATE_ITEM}/") and "/d/" in path)
+    }
+    return dataclasses.replace(manifest, files=files)
+
+
+def sample(manifest: Manifest) -> list[str]:
+    """A stable eighth of the leaves, and at least one."""
+    chosen = [path for path in manifest.leaves if zlib.crc32(path.encode()) % 8 == 0]
+    return chosen or list(manifest.leaves)[:1]
+
+
+def differing_leaves(
+    state: PyTree, manifest: Manifest, *, paths: Iterable[str] | None = None
+) -> list[tuple[str, str]]:
+    """(leaf path, what differs) of a restored state; all processes call it together.
+
+    Args:
+        state: as it lies on the devices now.
+        manifest: of the step that it was read from.
+        paths: which leaves; None for all.
+    """
+    digests = Digests(state, paths=paths)
+    problems = []
+    for path, digest in digests.all_together().items():
+        entry = manifest.leaves.get(path)
+        if entry is None:
+            problems.append((path, "has no fingerprint in the manifest"))
+        elif digest.fingerprint != entry.fingerprint:
+            reason = (
+                f"its values have changed: fingerprint {digest.fingerprint}, "
+                f"{entry.fingerprint} was saved"
+            )
+            problems.append((path, reason))
+    return problems
+
+
+def num_state_bytes(specs: Mapping[str, run_record.LeafSpec]) -> tuple[int, int]:
+    """(leaves with elements, about how many bytes they are)."""
+    sizes = [
+        math.prod(spec.shape) * _item_bytes(spec)
+        for spec in specs.values()
+        if not spec.is_empty and spec.kind is not run_record.LeafKind.TEXT
+    ]
+    return len(sizes), sum(sizes)
+
+
+def _item_bytes(spec: run_record.LeafSpec) -> int:
+    try:
+        return np.dtype(spec.dtype or "int64").itemsize
+    except TypeError:
+        return 16 if spec.dtype.startswith("key<") else 1
