@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -97,22 +97,38 @@ def start_digests(leaves: Mapping[str, jax.Array]) -> PendingDigests:
     Returns:
         The digests to come.
     """
-    kinds: dict[_Kind, list[tuple[str, jax.Array]]] = {}
     groups = []
-    # The caller's mesh may be another one than a leaf's.
-    with jax.set_mesh(None):
-        for name, leaf in leaves.items():
-            for kind, part in _parts(leaf):
-                kinds.setdefault(kind, []).append((name, part))
-        for kind, named in kinds.items():
-            size = kind.num_stacked or _APART_LEAVES
-            for at in range(0, len(named), size):
-                names, parts = zip(*named[at : at + size], strict=True)
-                with _integers_of_64_bits(kind.needs_64_bits):
-                    sums = _program(kind)(list(parts))
-                groups.append(_Group(list(names), kind, sums))
+    with _own_context():
+        for kind, names, parts in _grouped(leaves):
+            with _integers_of_64_bits(kind.needs_64_bits):
+                groups.append(_Group(names, kind, _program(kind)(parts)))
     partial = {name for name, leaf in leaves.items() if not leaf.is_fully_addressable}
     return PendingDigests(list(leaves), groups, partial)
+
+
+def prepare(leaves: Mapping[str, jax.Array]) -> Callable[[], None]:
+    """Saves the first `start_digests` of such leaves the time to compile.
+
+    Args:
+        leaves: as `start_digests` will get them; they are not kept.
+
+    Returns:
+        What compiles the programs, to be called once, in any thread. It takes a tenth
+        of a second or more for each combination of shape, dtype and sharding.
+    """
+    with _own_context():
+        wanted = [
+            (kind, [_like(part) for part in parts])
+            for kind, _, parts in _grouped(leaves)
+        ]
+
+    def compile_all() -> None:
+        with _own_context():
+            for kind, parts in wanted:
+                with _integers_of_64_bits(kind.needs_64_bits):
+                    _program(kind).lower(parts).compile()
+
+    return compile_all
 
 
 class PendingDigests:
@@ -206,6 +222,21 @@ class PendingDigests:
         return {number: self._fetched[number] for number in numbers}
 
 
+def _grouped(
+    leaves: Mapping[str, jax.Array],
+) -> Iterator[tuple[_Kind, list[str], list[jax.Array]]]:
+    """What goes through each call of a program: names, and their arrays or parts."""
+    kinds: dict[_Kind, list[tuple[str, jax.Array]]] = {}
+    for name, leaf in leaves.items():
+        for kind, part in _parts(leaf):
+            kinds.setdefault(kind, []).append((name, part))
+    for kind, named in kinds.items():
+        size = kind.num_stacked or _APART_LEAVES
+        for at in range(0, len(named), size):
+            names, parts = zip(*named[at : at + size], strict=True)
+            yield kind, list(names), list(parts)
+
+
 def _parts(leaf: jax.Array) -> list[tuple[_Kind, jax.Array]]:
     """A leaf as what programs take: whole where they can, else by its shards."""
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -226,6 +257,20 @@ def _parts(leaf: jax.Array) -> list[tuple[_Kind, jax.Array]]:
 
 def _has_mesh(sharding: Sharding) -> bool:
     return isinstance(sharding, NamedSharding) and bool(sharding.mesh.axis_names)
+
+
+def _like(part: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(
+        part.shape,
+        part.dtype,
+        sharding=part.sharding if part.committed else None,
+        weak_type=part.weak_type,
+    )
+
+
+def _own_context() -> contextlib.AbstractContextManager[Any]:
+    # The mesh of the caller may be another one than a leaf's.
+    return jax.set_mesh(None)
 
 
 def _integers_of_64_bits(needed: bool) -> contextlib.AbstractContextManager[Any]:

@@ -6,9 +6,11 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import jax
+import jax.monitoring
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -212,13 +214,20 @@ def test_values_that_are_neither_finite_are_counted_by_element():
 # --- groups -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", [1, 1 << 10], ids=["stacked", "apart"])
-def test_equal_leaves_share_programs_and_keep_their_names(rows):
+@pytest.mark.parametrize(
+    ("shape", "num_leaves", "num_groups"),
+    [((16, 128), 70, 2), ((1024, 64), 16, 2)],
+    ids=["stacked", "apart"],
+)
+def test_equal_leaves_share_programs_and_keep_their_names(
+    shape, num_leaves, num_groups
+):
     leaves = {
-        str(number): jnp.full((rows, 64), number, jnp.float32) for number in range(70)
+        str(number): jnp.full(shape, number, jnp.float32)
+        for number in range(num_leaves)
     }
     pending = start_digests(leaves)
-    assert len(pending._groups) == (2 if rows == 1 else 9)
+    assert len(pending._groups) == num_groups
     want = {name: digest_array(np.asarray(leaf)) for name, leaf in leaves.items()}
     digests = pending.result()
     assert digests == want
@@ -304,9 +313,41 @@ def test_indices_have_64_bits(shape, offsets):
     assert tuple(sums[0].tolist()) == digester.partial()
 
 
+def test_programs_are_compiled_ahead_by_another_thread():
+    sharding = NamedSharding(_mesh(), P("d"))
+    with jax.enable_x64(True):
+        wide = jnp.arange(13)
+    leaves = {
+        "wide": wide,
+        "key": jax.random.key(0),
+        "weak": jnp.asarray(1.5),
+        "many": jax.device_put(np.ones((6, 11), np.float32), sharding),
+        "more": jax.device_put(np.ones((6, 11), np.float32), sharding),
+        "alone": jax.device_put(np.ones(17, np.float32), jax.devices()[2]),
+    }
+    fingerprint._program.cache_clear()
+    thread = threading.Thread(target=fingerprint.prepare(leaves))
+    thread.start()
+    thread.join()
+    compiled = []
+
+    def listen(name, duration_secs, **facts):
+        compiled.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        pending = start_digests(leaves)
+        assert not [name for name in compiled if "backend_compile" in name]
+        jax.jit(lambda x: x + 1)(leaves["alone"])  # what a compilation looks like
+        assert [name for name in compiled if "backend_compile" in name]
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert pending.result()["wide"] == digest_array(np.arange(13))
+
+
 def test_starting_thousands_of_leaves_is_quick():
     leaves = {
-        str(number): jnp.full((16, 128), number, jnp.float32) for number in range(2000)
+        str(number): jnp.full((16, 128), number, jnp.float32) for number in range(1984)
     }
     start_digests(leaves).result()  # compiles
     times_secs = []
