@@ -259,8 +259,8 @@ class ArrayStore:
         """As Orbax keeps them: nested where a name has slashes."""
         return stored_tree.read_json(self.path, stored_tree.TEXT_FILE)
 
-    def sizes_on_disk(self) -> dict[str, int]:
-        """Name -> bytes of its chunks in the database.
+    def sizes_on_disk(self) -> dict[str, tuple[int, int]]:
+        """Name -> (chunks, bytes of them) in the database; opens no array.
 
         Raises:
             ArrayError: this is no database, or it is damaged.
@@ -378,9 +378,11 @@ def measure_leaves(
     """
     item = pathlib.Path(step_path, layout.STATE_ITEM)
     if array_layout == "ocdbt":
-        store = ArrayStore(item)
-        sizes = store.sizes_on_disk()
-        return {name: (store.spec(name).num_chunks, sizes[name]) for name in names}
+        sizes = ArrayStore(item).sizes_on_disk()
+        missing = [name for name in names if not sizes.get(name, (0, 0))[0]]
+        if missing:
+            raise ArrayError(missing[0], f"has no chunk in {item}")
+        return {name: sizes[name] for name in names}
     found: dict[str, list[int]] = {}
     for path, entry in files.items():
         if folder := manifests.leaf_folder(path, files):
@@ -427,9 +429,11 @@ def _one_line(error: BaseException) -> str:
     return re.split(r" \[(?:tensorstore_spec|source locations)=", text)[0][:600]
 
 
-def _database_sizes(store: ts.KvStore, names: Sequence[str]) -> dict[str, int]:
-    """Name -> bytes of all values below it but the description of the array."""
-    sizes = dict.fromkeys(names, 0)
+def _database_sizes(
+    store: ts.KvStore, names: Sequence[str]
+) -> dict[str, tuple[int, int]]:
+    """Name -> number and bytes of the values below it that are chunks."""
+    sizes = dict.fromkeys(names, (0, 0))
     for key, size in _database_entries(store):
         folder, _, file = key.rpartition("/")
         if file in ("zarr.json", ".zarray"):
@@ -437,7 +441,8 @@ def _database_sizes(store: ts.KvStore, names: Sequence[str]) -> dict[str, int]:
         while folder and folder not in sizes:
             folder = folder.rpartition("/")[0]
         if folder:
-            sizes[folder] += size
+            num_chunks, num_bytes = sizes[folder]
+            sizes[folder] = (num_chunks + 1, num_bytes + size)
     return sizes
 
 
