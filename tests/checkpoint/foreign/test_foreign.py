@@ -334,19 +334,69 @@ def test_of_a_root_the_newest_step_and_of_several_items_none(tmp_path, save, sta
     assert foreign.load(tmp_path / "many" / "1" / "second").tree["a"] == 1
 
 
+def _overwrite(file: pathlib.Path, data: bytes) -> None:
+    file.unlink()  # it is read-only
+    file.write_bytes(data)
+
+
 def test_a_damaged_leaf_is_named_and_the_others_load(state, save):
     path = save(state, way="ours")
-    found = list(pathlib.Path(path).glob("state/params.Dense_0.kernel/c/0/0"))
-    if not found:
-        pytest.skip("the default layout has no file per leaf")
-    found[0].chmod(0o644)
-    data = bytearray(found[0].read_bytes())
+    (file,) = path.glob("state/params.Dense_0.kernel/c/0/0")
+    data = bytearray(file.read_bytes())
     data[5] ^= 16
-    found[0].write_bytes(data)
-    with pytest.raises(records.FaultError, match=r"Dense_0\.kernel") as info:
-        foreign.load(path, paths="params/**")
-    assert info.value.fault.kind is records.FaultKind.NO_CHECKPOINT
+    _overwrite(file, data)
+    for options in ({}, {"memory_bytes": 1}):
+        with pytest.raises(records.FaultError, match=r"Dense_0\.kernel") as info:
+            foreign.load(path, paths="params/**", **options)
+        assert info.value.fault.kind is records.FaultKind.NO_CHECKPOINT
     foreign.load(path, paths="params/Dense_1/**")
+
+
+def test_a_whole_chunk_of_another_save_is_found_by_the_fingerprint(state, save):
+    path = save(state, way="ours")
+    other = save(
+        {"params": jax.tree.map(lambda x: x + 1, state["params"])},
+        way="ours",
+        name="other",
+    )
+    chunk = "state/params.Dense_0.bias/c/0"
+    _overwrite(path / chunk, (other / chunk).read_bytes())
+    sharding = jax.sharding.NamedSharding(_mesh(8), jax.P("x"))
+    bias = jax.ShapeDtypeStruct((16,), jnp.float32, sharding=sharding)
+    for target in (None, {"params": {"Dense_0": {"bias": bias}}}):
+        for memory_bytes in (8, 2**20):
+            with pytest.raises(records.FaultError, match="values have changed"):
+                foreign.load(
+                    path,
+                    target,
+                    paths="params/Dense_0/bias",
+                    memory_bytes=memory_bytes,
+                )
+
+
+@pytest.mark.parametrize(
+    "name", ["run/metadata", "state/_METADATA", "manifest/metadata"]
+)
+def test_notes_that_have_changed_are_no_notes(state, save, name):
+    path = save(state, way="ours")
+    data = (path / name).read_bytes()
+    for old, new in ((b"Dense_0", b"Dense_5"), (b"[16]", b"[61]")):
+        if old in data:
+            _overwrite(path / name, data.replace(old, new))
+    with pytest.raises(records.FaultError, match="cannot be loaded") as info:
+        foreign.load(path)
+    assert info.value.fault.kind is records.FaultKind.NO_CHECKPOINT
+
+
+@pytest.mark.slow
+def test_nnx_states_are_targets_as_they_are(save, same):
+    from flax import nnx
+
+    state = nnx.state(nnx.BatchNorm(4, rngs=nnx.Rngs(0)))
+    for way in ("v0-manager", "ours"):
+        loaded = foreign.load(save(state, way=way, name=way), state)
+        assert type(loaded.tree) is type(state)
+        assert same(loaded.tree, state)
 
 
 def test_init_takes_parameters_alone(stored, same):

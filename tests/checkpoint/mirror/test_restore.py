@@ -1,0 +1,114 @@
+"""From the mirror alone: real steps, the disk gone, the same bits back."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxft.checkpoint import manager, mirror, verify
+
+pytestmark = pytest.mark.device
+
+FROZEN = np.arange(3000, dtype=np.float32)
+
+
+def _state(step):
+    return {
+        "key": jax.random.key(1),
+        "frozen": jnp.asarray(FROZEN),
+        "moving": jnp.full((7, 5), step, jnp.bfloat16),
+        "step": step,
+    }
+
+
+def _train(root, *steps, target="", events=None):
+    """Saves, mirrors after each commit, and is over."""
+    with manager.CheckpointManager(root, keep="last(3)") as checkpoints:
+        copier = mirror.Mirror(target, emit=events) if target else None
+        for step in steps:
+            assert checkpoints.save(step, _state(step), force=True)
+            checkpoints.wait()
+            if copier:
+                copier.offer(os.path.join(root, str(step)))
+        if copier:
+            assert copier.close(60)
+
+
+def _same(one, other):
+    def bits(leaf):
+        is_key = jax.dtypes.issubdtype(getattr(leaf, "dtype", int), jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(leaf) if is_key else leaf).tobytes()
+
+    return jax.tree.map(bits, one) == jax.tree.map(bits, other)
+
+
+def test_training_goes_on_from_a_disk(tmp_path, events):
+    root, target = tmp_path / "root", tmp_path / "mirror"
+    _train(root, 1, 2, 3, 4, 5, target=str(target), events=events)
+    assert not events.of("mirror_failed")
+    assert mirror.list_steps(str(target)) == [3, 4, 5]
+    for step in (3, 4, 5):
+        assert not verify.verify_step(target / str(step))
+    # The mirror shares files where the root does, and only there.
+    shared = [
+        [os.stat(place / step / "state/frozen/c/0").st_ino for step in ("3", "4", "5")]
+        for place in (root, target)
+    ]
+    assert [inodes[0] == inodes[2] for inodes in shared] == [True, True]
+    assert [inodes[1] == inodes[2] for inodes in shared] == [False, False]
+    shutil.rmtree(root)
+    mirror.fetch(str(target), into=root)
+    with manager.CheckpointManager(root) as checkpoints:
+        restored = checkpoints.restore(_state(0))
+    assert restored.step == 5
+    assert _same(restored.state, _state(5))
+    # Or in the mirror itself, which is a root like any other.
+    with manager.CheckpointManager(target) as checkpoints:
+        assert _same(checkpoints.restore(_state(0)).state, _state(5))
+    _train(root, 6, target=str(target), events=events)
+    assert 6 in mirror.list_steps(str(target))
+    assert not events.of("mirror_failed")
+
+
+def test_training_goes_on_from_an_object_store(tmp_path, s3, events):
+    root = tmp_path / "root"
+    _train(root, 1, 2, 3, target=s3.url(), events=events)
+    assert not events.of("mirror_failed")
+    shutil.rmtree(root)
+    path = mirror.fetch(s3.url(), into=root)
+    assert not verify.verify_step(path)
+    with manager.CheckpointManager(root) as checkpoints:
+        assert _same(checkpoints.restore(_state(0)).state, _state(3))
+
+
+_BARE = """
+import sys
+import orbax.checkpoint as ocp
+for root in sys.argv[1:]:
+    with ocp.CheckpointManager(root) as stock:
+        tree = stock.restore(stock.latest_step())["state"]
+        print(stock.latest_step(), tree["step"], tree["frozen"].sum())
+"""
+
+
+@pytest.mark.slow
+def test_bare_orbax_reads_the_mirror_and_what_was_fetched(tmp_path, events):
+    root, target, new = (tmp_path / name for name in ("root", "mirror", "new"))
+    _train(root, 1, 2, 3, target=str(target), events=events)
+    mirror.fetch(str(target), into=new)
+    here = pathlib.Path(mirror.__file__).parents[2]
+    result = subprocess.run(
+        [sys.executable, "-c", _BARE, str(root), str(target), str(new)],
+        env=os.environ | {"PYTHONPATH": str(here)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["3", "3", str(FROZEN.sum())] * 3
