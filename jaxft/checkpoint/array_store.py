@@ -18,7 +18,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,8 @@ from jaxft.checkpoint.stored_tree import ArrayError
 PART_BYTES = 2**26
 
 _NODES_CACHE_BYTES = 10**8
+# Reads at a time: storage over a network is far away rather than slow.
+_NUM_READS = 32
 # TensorStore says these with the words of the system, and nothing of the data is
 # wrong: not now, or not for this process.
 _UNREADABLE = (
@@ -109,8 +111,7 @@ class ArrayStore:
 
     Args:
         path: the folder, `<step>/state` say.
-        num_threads: how many chunks are read or decoded at a time; 0 for one per
-            core.
+        num_threads: how many chunks are decoded at a time; 0 for one per core.
 
     Raises:
         ArrayError: what describes the arrays is damaged, or this is no item folder.
@@ -141,15 +142,26 @@ class ArrayStore:
             {
                 "cache_pool": {"total_bytes_limit": 0},
                 "cache_pool#ocdbt": {"total_bytes_limit": _NODES_CACHE_BYTES},
-                "file_io_concurrency": {"limit": limit},
+                "file_io_concurrency": {"limit": max(_NUM_READS, limit)},
                 "data_copy_concurrency": {"limit": limit},
             }
         )
         self._open_arrays: dict[str, ts.TensorStore] = {}
+        self._opening: dict[str, Any] = {}
 
     def names(self) -> list[str]:
         """What the arrays are stored as."""
         return list(self._owners)
+
+    def open_ahead(self, names: Iterable[str]) -> None:
+        """Begins to open arrays: many are as quick as one.
+
+        What is wrong with one is told by whoever asks for it.
+        """
+        for name in names:
+            is_new = name not in self._open_arrays and name not in self._opening
+            if is_new and len(self._owners.get(name, ())) == 1:
+                self._opening[name] = self._start_opening(name)
 
     def spec(self, name: str) -> ArraySpec:
         """How one array is stored.
@@ -284,12 +296,12 @@ class ArrayStore:
                     f"shares the array {name} with leaf {owners[1]}: the values of "
                     "one of them are lost",
                 )
-            opened = ts.open(self._array_spec(name), context=self._context)
-            array = self._result(name, opened)
+            opening = self._opening.pop(name, None) or self._start_opening(name)
+            array = self._result(name, opening)
             self._open_arrays[name] = array
         return array
 
-    def _array_spec(self, name: str) -> dict[str, Any]:
+    def _start_opening(self, name: str) -> Any:
         store: dict[str, Any]
         if self.is_ocdbt:
             store = {
@@ -300,13 +312,13 @@ class ArrayStore:
             }
         else:
             store = {"driver": "file", "path": f"{self.path}/{name}/"}
-        return {
+        spec = {
             "driver": "zarr3" if self._is_zarr3 else "zarr",
             "kvstore": store,
-            "open": True,
             # Zeros in the place of a lost chunk would be wrong values.
             "fill_missing_data_reads": False,
         }
+        return ts.open(spec, open=True, read=True, context=self._context)
 
     def _result(self, name: str, future: Any) -> Any:
         """Waits; what TensorStore raises is told as what it is."""

@@ -129,6 +129,7 @@ class Contents:
 
     def _stored_leaves(self) -> dict[str, Leaf]:
         found = {}
+        self.store.open_ahead(self.store.names())
         for path, leaf in self.store.leaves.items():
             if leaf.has_array:
                 spec = self.store.spec(leaf.name)

@@ -154,6 +154,7 @@ def check_leaves(
         return [Problem(layout.STATE_ITEM, reason)]
     stored = {leaf.path: leaf for leaf in store.leaves.values() if leaf.has_array}
     tell = _locked(progress)
+    store.open_ahead(leaf.name for leaf in leaves)
 
     def check(leaf: LeafEntry, max_bytes: int) -> list[Problem]:
         known = stored.get(leaf.path)
@@ -389,5 +390,6 @@ def _verify_unproven(
         return []
 
     if full:
+        store.open_ahead(store.names())
         problems += _in_parallel(store.names(), check, memory_bytes=memory_bytes)
     return problems

@@ -159,6 +159,8 @@ def show_step(options: Any) -> int:
     step = Contents(places.step_at(options.where))
     chosen = Patterns(options.match)
     leaves = [leaf for leaf in step.leaves.values() if chosen.match(leaf.path)]
+    if step.manifest is None:
+        step.store.open_ahead(leaf.name for leaf in leaves)
     rows = [_leaf_row(step, leaf) for leaf in leaves]
     record, noted = step.record or {}, step.manifest
     head = {
@@ -192,7 +194,7 @@ def _leaf_row(step: Contents, leaf: Leaf) -> dict[str, Any]:
         "dtype": leaf.dtype,
         "shape": list(leaf.shape),
         "type": leaf.type_text,
-        "codecs": [],
+        "codec": step.manifest.codec if step.manifest and entry else None,
         "num_bytes": entry.num_bytes if entry else None,
         "num_chunks": entry.num_chunks if entry else None,
         "written_at": entry.written_at if entry else None,
@@ -202,13 +204,13 @@ def _leaf_row(step: Contents, leaf: Leaf) -> dict[str, Any]:
         "text": step.texts.get(leaf.path) if not leaf.dtype else None,
         "problem": "",
     }
-    if leaf.is_stored:
+    if entry is None and leaf.is_stored:
         try:
             spec = step.store.spec(leaf.name)
         except ArrayError as error:
             row["problem"] = error.reason
         else:
-            row["codecs"] = list(spec.codecs)
+            row["codec"] = ",".join(spec.codecs)
             row["num_chunks"] = spec.num_chunks
     return row
 
@@ -230,7 +232,7 @@ def _print_head(head: dict[str, Any]) -> None:
 
 
 def _print_leaves(rows: list[dict[str, Any]]) -> None:
-    head = ("leaf", "type", "bytes", "chunks", "codecs", "written at", "fingerprint")
+    head = ("leaf", "type", "bytes", "chunks", "codec", "written at", "fingerprint")
     lines = []
     for row in rows:
         linked = f" (linked {row['num_links']})" if row["num_links"] else ""
@@ -246,7 +248,7 @@ def _print_leaves(rows: list[dict[str, Any]]) -> None:
                 row["type"],
                 "" if row["num_bytes"] is None else text.size(row["num_bytes"]),
                 "" if row["num_chunks"] is None else row["num_chunks"],
-                ",".join(row["codecs"]),
+                row["codec"] or "",
                 written,
                 last,
             )
