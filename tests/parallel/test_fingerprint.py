@@ -54,6 +54,23 @@ DTYPES = [
     "complex64",
     "complex128",
 ]
+# One of each way to words and to nan; the others are slow.
+SOME_DTYPES = [
+    "bool",
+    "int2",
+    "uint4",
+    "int8",
+    "int64",
+    "float4_e2m1fn",
+    "float8_e4m3b11fnuz",
+    "float8_e8m0fnu",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+]
 SPECS = [P(), P("d"), P(None, "f"), P("d", "f"), P(("d", "f")), P("f", "d")]
 
 
@@ -85,11 +102,11 @@ def _digest(array):
     return start_digests({"leaf": array}).result()["leaf"]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", SOME_DTYPES)
 def test_each_dtype_is_as_in_numpy(dtype):
     array = _random((8, 16), dtype)
     places = [jax.devices()[3]]
-    if dtype in ("uint2", "bfloat16", "complex128"):
+    if dtype in ("uint4", "bfloat16", "complex128"):
         places.append(NamedSharding(_mesh(), P("f", "d")))
     for place in places:
         assert _digest(_put(array, place)) == digest_array(array)
