@@ -7,7 +7,6 @@ World: device. Floor: beside `leaves`, below `array_handler`. Read
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import functools
 import math
 import re
@@ -181,11 +180,23 @@ def _maker(
     return jax.jit(lambda: jax.lax.empty(shape, dtype), out_shardings=place)
 
 
-def _memory_of(array: jax.Array) -> np.ndarray:
-    """The memory of an array on one CPU device, to be written into.
+class _Memory:
+    """The memory of an array on one CPU device, as NumPy takes it over.
 
-    The caller made the array and has shown it to nobody.
+    Whoever made the array and has shown it to nobody may write into it. What NumPy
+    makes of this keeps the array alive.
     """
-    address = array.unsafe_buffer_pointer()
-    memory: Any = (ctypes.c_ubyte * array.nbytes).from_address(address)
-    return np.frombuffer(memory, np.uint8).view(array.dtype).reshape(array.shape)
+
+    def __init__(self, array: jax.Array):
+        self._array = array
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (array.nbytes,),
+            "typestr": "|u1",
+            "data": (array.unsafe_buffer_pointer(), False),
+        }
+
+
+def _memory_of(array: jax.Array) -> np.ndarray:
+    """The memory of an array, to be written into; see `_Memory`."""
+    return np.asarray(_Memory(array)).view(array.dtype).reshape(array.shape)

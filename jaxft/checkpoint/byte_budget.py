@@ -38,10 +38,12 @@ class ByteBudget:
 
 
 async def gather(tasks: Sequence[Any]) -> list[Any]:
-    """All results; the first failure ends the others before it is raised."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            running = [group.create_task(task) for task in tasks]
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-    return [task.result() for task in running]
+    """All results; the first failure is raised once none is running any more.
+
+    Whoever is left behind would go on to write into memory that is given back.
+    """
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
