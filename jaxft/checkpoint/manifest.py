@@ -144,7 +144,7 @@ def collect_files(
     Raises:
         OSError: a file cannot be read.
     """
-    sizes = _list_files(step_path)
+    sizes = list_files(step_path)
     is_proven = _self_proving(step_path, sizes) if array_layout == "files" else set()
     digests = _digest_files(
         step_path, [path for path in sizes if path not in is_proven]
@@ -155,8 +155,12 @@ def collect_files(
     }
 
 
-def _list_files(step_path: str | os.PathLike[str]) -> dict[str, int]:
-    """Relative path -> length, sorted, without the manifest."""
+def list_files(step_path: str | os.PathLike[str]) -> dict[str, int]:
+    """Relative path -> length of every file of a step but the manifest's, sorted.
+
+    Raises:
+        OSError: a folder cannot be read.
+    """
     sizes: dict[str, int] = {}
 
     def walk(folder: str, prefix: str) -> None:

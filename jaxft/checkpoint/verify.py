@@ -34,6 +34,7 @@ _MAX_CHUNKS_NAMED = 20
 _STEP_NAME = re.compile(
     rf"(\d+)(?:\.(?:quarantined|abandoned)-.*|{layout.TMP_MARK}.*)?"
 )
+_STATE = f"{layout.STATE_ITEM}/"
 # Nobody wrote these into the step, and a reader would take them for a part of it.
 _SHADOWS = ("manifest.ocdbt", "_METADATA", "_sharding", "_strings.json", "zarr.json")
 
@@ -344,15 +345,12 @@ def _check_shadows(
 ) -> list[Problem]:
     """Files that came later and that a reader would believe."""
     found = []
-    for folder, folders, files in os.walk(os.path.join(step_path, layout.STATE_ITEM)):
-        folders.sort()
-        for name in sorted(files):
-            path = os.path.relpath(os.path.join(folder, name), step_path)
-            path = path.replace(os.sep, "/")
-            if path in manifest.files:
-                continue
-            if name in _SHADOWS or os.path.basename(folder) == "array_metadatas":
-                found.append(Problem(path, "was not there when the step was written"))
+    for path in manifests.list_files(step_path):
+        folder, _, name = path.rpartition("/")
+        if path in manifest.files or not f"{folder}/".startswith(_STATE):
+            continue
+        if name in _SHADOWS or folder == f"{_STATE}array_metadatas":
+            found.append(Problem(path, "was not there when the step was written"))
     return found
 
 
@@ -369,13 +367,14 @@ def _verify_unproven(
     """Whether an older step, or a stock one, can be read at all."""
     problems = []
     try:
-        run_record.read_record(step_path)
+        if run_record.read_record(step_path).get("has_manifest"):
+            problems.append(Problem(_MANIFEST_PATH, "is missing"))
     except (FileNotFoundError, NotADirectoryError):
         pass  # Not of jaxft.
     except run_record.RecordError as error:
         problems.append(Problem(_RECORD_PATH, str(error)))
     try:
-        store = _open(step_path)
+        store = array_store.ArrayStore(contents.find_item(step_path))
         store.texts()
     except ArrayError as error:
         return [*problems, _array_problem(step_path, error)]

@@ -226,7 +226,7 @@ def _print_head(head: dict[str, Any]) -> None:
         health = head["manifest"]
     codec = f", {head['codec']}" if head["codec"] else ""
     print(f"{head['path']}: {head['array_layout']}{codec}, {health}")
-    for name in ("data", "metrics", "run"):
+    for name in ("data", "metrics"):
         if head[name]:
             print(f"{name} {json.dumps(head[name])}")
 

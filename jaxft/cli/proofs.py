@@ -25,7 +25,7 @@ def verify_steps(options: Any) -> int:
     results = []
     for path in places.steps_at(options.where):
         result = _verify(path, options)
-        if not os.path.isdir(path):
+        if result is None:
             continue  # A run's own retention was faster.
         results.append(result)
         if not options.json:
@@ -36,7 +36,8 @@ def verify_steps(options: Any) -> int:
     return ExitCode.FINISHED if is_good else ExitCode.NO_CHECKPOINT
 
 
-def _verify(path: str, options: Any) -> dict[str, Any]:
+def _verify(path: str, options: Any) -> dict[str, Any] | None:
+    """What was found in one step; None when it was deleted meanwhile."""
     start = time.monotonic()
     num_bytes, has_manifest = 0, False
     with contextlib.suppress(OSError, manifest.ManifestError):
@@ -49,8 +50,14 @@ def _verify(path: str, options: Any) -> dict[str, Any]:
             allow_unproven=options.allow_unproven,
             progress=progress.add,
         )
+    except FileNotFoundError:
+        if os.path.isdir(path):
+            raise
+        return None
     finally:
         progress.close()
+    if not os.path.isdir(path):
+        return None
     return {
         "path": path,
         "has_manifest": has_manifest,

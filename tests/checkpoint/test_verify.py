@@ -202,6 +202,12 @@ def test_without_a_manifest_nothing_is_proven(tmp_path):
     assert "_METADATA is missing" in problem.reason
 
 
+def test_a_manifest_that_was_there_cannot_be_done_without(tmp_path):
+    step = _make(tmp_path, 1, with_manifest=False, record={"has_manifest": True})
+    problems = verify.verify_step(step, allow_unproven=True)
+    assert problems == [manifests.Problem("manifest/metadata", "is missing")]
+
+
 def test_a_manifest_of_other_leaves_is_found(tmp_path):
     step = _make(tmp_path, 1)
     manifest = manifests.read(step)
