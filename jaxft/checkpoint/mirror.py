@@ -293,7 +293,7 @@ def _prove_chunks(
         for name in arrays.names():
             top = f"{layout.STATE_ITEM}/{name}/"
             if any(f"{folder}/".startswith(top) for folder in folders):
-                for _ in arrays.read_chunks(name):
+                for _ in arrays.read_chunks(name, max_bytes=mirror_mark.PIECE_BYTES):
                     pace.spend(0)
     except stored_tree.ArrayError as error:
         raise mirror_mark.SourceError(str(error)) from error

@@ -95,10 +95,14 @@ class Root:
         text = {"tree_metadata": notes, "use_zarr3": True, "use_ocdbt": False}
         (state / "_METADATA").write_text(json.dumps(text))
         (state / "nothing").touch()
-        specs = {n: f"array {v.dtype}[{v.size}]" for n, v in leaves.items()}
-        record = run_record.make_record(
-            step, time_secs=0.0, state=specs | dict.fromkeys(links, "int")
-        )
+        types = {name: (str(v.dtype), v.shape) for name, v in leaves.items()}
+        types |= {name: (leaf.dtype, leaf.shape) for name, leaf in old.items()}
+        kind = run_record.LeafKind.ARRAY
+        specs = {
+            n: str(run_record.LeafSpec(kind, *type_)) for n, type_ in types.items()
+        }
+        record = run_record.make_record(step, time_secs=0.0, state=specs)
+        record["timeline"] = timeline
         file = made / layout.RUN_ITEM / run_record.RECORD_FILE
         file.write_text(json.dumps(record))
         entries = {
