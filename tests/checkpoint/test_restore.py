@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from jaxft import config, records
-from jaxft.checkpoint import leaves, manager, restore
+from jaxft.checkpoint import judge, leaves, manager, manifest, restore
 
 pytestmark = [
     pytest.mark.device,
@@ -95,8 +95,7 @@ def test_an_explicit_step_is_never_replaced(tmp_path):
         with pytest.raises(records.FaultError, match=f"step {step} is not in") as error:
             restore.restore_newest(root, _state(0), step=step)
         assert error.value.fault.exit_code == 66
-    shutil.rmtree(tmp_path / "10" / "state" / "d")
-    shutil.rmtree(tmp_path / "10" / "state" / "ocdbt.process_0")
+    shutil.rmtree(tmp_path / "10" / "state" / "w")
     with pytest.raises(records.FaultError, match=r"step 10 .* cannot be read"):
         restore.restore_newest(tmp_path, _state(0), step=10)
     assert (tmp_path / "10").is_dir()
@@ -274,7 +273,7 @@ def test_a_failure_that_is_not_the_files_never_quarantines(tmp_path, monkeypatch
     def fail(*args, **kwargs):
         raise ValueError("devices are gone")
 
-    monkeypatch.setattr(restore.orbax_io, "read_state", fail)
+    monkeypatch.setattr(judge.orbax_io, "read_state", fail)
     with pytest.raises(ValueError, match="devices are gone"):
         restore.restore_newest(tmp_path, _state(0))
     assert sorted(os.listdir(tmp_path)) == ["10", "20"]
@@ -343,10 +342,9 @@ def _need_an_interpreter_for_all():
         pytest.skip(f"another user cannot run jaxft here: {done.stderr[-200:]}")
 
 
-# The others are notes of Orbax, which a restore can do without.
 NEEDED = (
     *(".", "20", "20/run", "20/run/metadata", "20/state", "20/state/_METADATA"),
-    *("20/state/manifest.ocdbt", "20/state/d"),
+    *("20/manifest", "20/manifest/metadata", "20/state/w", "20/state/w/zarr.json"),
 )
 
 
@@ -362,32 +360,32 @@ def _parts(step):
 def test_a_store_that_does_not_answer_is_no_damage(tmp_path, monkeypatch, number):
     """Nobody can make a mount go away in a test: `open` says so of one file."""
     _fill(tmp_path, 10, 20)
-    shutil.rmtree(tmp_path / "20/state/d")  # as it looks to who does not ask why
-    victim = str(tmp_path / "20/state/manifest.ocdbt")
+    victim = tmp_path / "20/state/w/zarr.json"
     real = open
 
     def fail(path, *args, **kwargs):
-        if path == victim:
+        if os.fspath(path) == os.fspath(victim):
             raise OSError(number, os.strerror(number), path)
         return real(path, *args, **kwargs)
 
-    monkeypatch.setattr(restore, "open", fail, raising=False)
+    for module in (judge, manifest):
+        monkeypatch.setattr(module, "open", fail, raising=False)
     with pytest.raises(records.FaultError, match=os.strerror(number)) as error:
         restore.restore_newest(tmp_path, _state(0))
     assert error.value.fault.kind is records.FaultKind.CONFIG
     assert sorted(os.listdir(tmp_path)) == ["10", "20"]
     monkeypatch.undo()
-    _assert_is(restore.restore_newest(tmp_path, _state(0)), 10)
+    _assert_is(restore.restore_newest(tmp_path, _state(0)), 20)
 
 
 def test_a_process_without_files_is_no_damage(tmp_path, monkeypatch):
     _fill(tmp_path, 10, 20)
-    shutil.rmtree(tmp_path / "20/state/d")
 
     def fail(path, *args, **kwargs):
         raise OSError(errno.EMFILE, "Too many open files", path)
 
-    monkeypatch.setattr(restore, "open", fail, raising=False)
+    for module in (judge, manifest):
+        monkeypatch.setattr(module, "open", fail, raising=False)
     with pytest.raises(OSError, match="Too many open files"):
         restore.restore_newest(tmp_path, _state(0))
     assert sorted(os.listdir(tmp_path)) == ["10", "20"]
