@@ -38,8 +38,9 @@ class ObjectStore:
     """Whole objects by key, every answer within a deadline.
 
     Args:
-        url: the place, of one of `DRIVERS`; `?endpoint=...&aws_region=...` after it go to TensorStore's
-            driver, for stores that are not where their provider's are.
+        url: the place, of one of `DRIVERS`. `?endpoint=...&aws_region=...` after it
+            go to TensorStore's driver, for stores that are not where their provider's
+            are.
         timeout_secs: the deadline of each request.
 
     Raises:

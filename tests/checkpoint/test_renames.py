@@ -44,7 +44,7 @@ def test_names(rules, names):
 @pytest.mark.parametrize(
     ("rules", "reason"),
     [
-        ({"parms": "x"}, "no stored leaf fits the rename rule 'parms'"),
+        ({"weights": "x"}, "no stored leaf fits the rename rule 'weights'"),
         ({"params/*": "x"}, "the same wildcards"),
         ({"params/a": "x", "params/ab": "x"}, "would both be called x/kernel"),
         ({"step": ""}, "step would have no name left"),

@@ -309,10 +309,10 @@ def test_a_typo_is_an_error_that_names_the_path(stored, tmp_path):
         assert info.value.fault.kind is records.FaultKind.CONFIG
     with pytest.raises(records.FaultError, match="nothing to load"):
         foreign.load(tmp_path, state)
-    with pytest.raises(records.FaultError, match=r"no leaf of .* fits 'parms"):
-        foreign.load(path, paths="parms/**")
-    with pytest.raises(records.FaultError, match=r"no stored leaf fits .*'parms'"):
-        foreign.load(path, rename={"parms": "params"})
+    with pytest.raises(records.FaultError, match=r"no leaf of .* fits 'weights"):
+        foreign.load(path, paths="weights/**")
+    with pytest.raises(records.FaultError, match=r"no stored leaf fits .*'weights'"):
+        foreign.load(path, rename={"weights": "params"})
     with pytest.raises(records.FaultError, match="no local folder"):
         foreign.load("s3://bucket/run")
 

@@ -51,7 +51,7 @@ def _link_tree(old: pathlib.Path, new: pathlib.Path) -> None:
 
 
 class Root:
-    """A checkpoint root whose steps are written as ours are: files, crc32c, manifest."""
+    """A root whose steps are written as ours are: files, crc32c, manifest."""
 
     def __init__(self, path: pathlib.Path):
         self.path = path
