@@ -259,7 +259,9 @@ class ArrayStore:
         found = {}
         for leaf in self.leaves.values():
             if leaf.kind == "string":
-                value = self._all_texts.get(leaf.name)
+                value: Any = self._all_texts
+                for part in leaf.name.split("/"):
+                    value = value.get(part) if isinstance(value, dict) else None
                 if type(value) is not str:
                     file = os.path.join(self.path, stored_tree.TEXT_FILE)
                     raise ArrayError(leaf.path, f"no text of that name in {file}")

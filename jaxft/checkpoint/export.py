@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -218,8 +219,14 @@ def _write_npz(
 def _reserve(file: IO[bytes], num_bytes: int) -> None:
     """Takes the space now: a full disk must be an error here and no signal later."""
     file.flush()
-    if num_bytes:
+    if not num_bytes:
+        return
+    try:
         os.posix_fallocate(file.fileno(), 0, num_bytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+        file.truncate(num_bytes)  # This file system promises no space.
 
 
 def _fill(

@@ -230,9 +230,13 @@ def _digest_files(
     """Relative path -> sha256."""
     paths = list(paths)
     folder = pathlib.Path(step_path)
-    with concurrent.futures.ThreadPoolExecutor(_NUM_THREADS, "jaxft-digest") as pool:
+    pool = concurrent.futures.ThreadPoolExecutor(_NUM_THREADS, "jaxft-digest")
+    try:
         digests = pool.map(lambda path: file_sha256(folder / path), paths)
         return dict(zip(paths, digests, strict=True))
+    finally:
+        # After an error, or an interrupt, nobody waits for the rest.
+        pool.shutdown(cancel_futures=True)
 
 
 def file_sha256(path: str | os.PathLike[str]) -> str:

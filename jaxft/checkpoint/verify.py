@@ -154,7 +154,7 @@ def check_leaves(
         reason = f"the manifest says that the arrays are {manifest.array_layout}"
         return [Problem(layout.STATE_ITEM, reason)]
     stored = {leaf.path: leaf for leaf in store.leaves.values() if leaf.has_array}
-    tell = _locked(progress)
+    meter = _Meter(progress)
     store.open_ahead(leaf.name for leaf in leaves)
 
     def check(leaf: LeafEntry, max_bytes: int) -> list[Problem]:
@@ -162,12 +162,12 @@ def check_leaves(
         if known is None or known.name != leaf.name:
             return [Problem(leaf.path, "is not among the stored arrays", leaf.path)]
         try:
-            reason = _compare(store, leaf, max_bytes=max_bytes, tell=tell)
+            reason = _compare(store, leaf, max_bytes=max_bytes, meter=meter)
         except ArrayError as error:
             return _name_chunks(step_path, store, leaf.name, error)
         return [Problem(leaf.path, reason, leaf.path)] if reason else []
 
-    return _in_parallel(leaves, check, memory_bytes=memory_bytes)
+    return _in_parallel(leaves, check, memory_bytes=memory_bytes, meter=meter)
 
 
 def _open(step_path: str | os.PathLike[str]) -> array_store.ArrayStore:
@@ -179,24 +179,47 @@ def _in_parallel(
     check: Callable[[Any, int], list[Problem]],
     *,
     memory_bytes: int,
+    meter: _Meter,
 ) -> list[Problem]:
     """Problems of all leaves, in their order; the memory is shared out."""
     num_threads = os.cpu_count() or 1
     max_bytes = max(1, memory_bytes // num_threads)
-    with concurrent.futures.ThreadPoolExecutor(num_threads, "jaxft-verify") as pool:
+    pool = concurrent.futures.ThreadPoolExecutor(num_threads, "jaxft-verify")
+    try:
         found = list(pool.map(lambda leaf: check(leaf, max_bytes), leaves))
+    except BaseException:
+        # An interrupt, or a disk that is gone: nobody waits for the rest.
+        meter.stop()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
     return [problem for problems in found for problem in problems]
 
 
-def _locked(progress: Callable[[int], None] | None) -> Callable[[int], None]:
-    lock = threading.Lock()
+class _Meter:
+    """Tells of bytes that were read, from any thread; ends the threads when told to."""
 
-    def tell(num_bytes: int) -> None:
-        if progress is not None:
-            with lock:
-                progress(num_bytes)
+    def __init__(self, progress: Callable[[int], None] | None):
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._is_stopped = False
 
-    return tell
+    def add(self, num_bytes: int) -> None:
+        """Counts bytes.
+
+        Raises:
+            CancelledError: nobody wants to know any more.
+        """
+        with self._lock:
+            if self._is_stopped:
+                raise concurrent.futures.CancelledError
+            if self._progress is not None:
+                self._progress(num_bytes)
+
+    def stop(self) -> None:
+        """From now on `add` raises."""
+        with self._lock:
+            self._is_stopped = True
 
 
 def _compare(
@@ -204,7 +227,7 @@ def _compare(
     leaf: LeafEntry,
     *,
     max_bytes: int,
-    tell: Callable[[int], None],
+    meter: _Meter,
 ) -> str:
     """What differs between a stored array and the manifest; empty when nothing."""
     spec = store.spec(leaf.name)
@@ -218,7 +241,7 @@ def _compare(
     digester = fingerprints.ArrayDigester(spec.shape, dtype)
     for offsets, part in store.read_chunks(leaf.name, max_bytes=max_bytes):
         digester.add(part.view(dtype), offsets=offsets)
-        tell(part.nbytes)
+        meter.add(part.nbytes)
     digest = digester.result()
     if digest.fingerprint != leaf.fingerprint:
         return (
@@ -378,17 +401,19 @@ def _verify_unproven(
         store.texts()
     except ArrayError as error:
         return [*problems, _array_problem(step_path, error)]
-    tell = _locked(progress)
+    meter = _Meter(progress)
 
     def check(name: str, max_bytes: int) -> list[Problem]:
         try:
             for _, part in store.read_chunks(name, max_bytes=max_bytes):
-                tell(part.nbytes)
+                meter.add(part.nbytes)
         except ArrayError as error:
             return _name_chunks(step_path, store, name, error)
         return []
 
     if full:
         store.open_ahead(store.names())
-        problems += _in_parallel(store.names(), check, memory_bytes=memory_bytes)
+        problems += _in_parallel(
+            store.names(), check, memory_bytes=memory_bytes, meter=meter
+        )
     return problems

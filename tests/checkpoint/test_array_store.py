@@ -37,6 +37,7 @@ def _state():
         "int": 5,
         "float": 1.5,
         "text": "here",
+        "x/y": "there",
         "none": None,
     }
 
@@ -109,7 +110,7 @@ def test_the_tree_is_known_without_a_target(stock, name):
     assert leaves["keys"].key_impl == "rbg"
     assert leaves["none"].kind == "None"
     assert not leaves["none"].has_array
-    assert store.texts() == {"text": "here"}
+    assert store.texts() == {"text": "here", "x/y": "there"}
     assert store.spec("params.w").codecs[-1] == "zstd"
 
 

@@ -265,4 +265,17 @@ def test_memory_is_bounded(tmp_path):
     assert sum(sizes) == value.nbytes
     # The maker cuts in two; a chunk is the least that can be read.
     assert max(sizes) == value.nbytes // 2
-    assert os.cpu_count()
+
+
+def test_an_interrupt_ends_it_at_once(tmp_path):
+    leaves = {f"w{index:03d}": np.ones(8, np.float32) for index in range(100)}
+    step = handmade.make_step(tmp_path, 1, leaves)
+    calls = []
+
+    def interrupt(num_bytes: int) -> None:
+        calls.append(num_bytes)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        verify.verify_step(step, progress=interrupt)
+    assert len(calls) <= 1 + 2 * (os.cpu_count() or 1)
