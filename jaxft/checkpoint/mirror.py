@@ -181,6 +181,7 @@ class Mirror:
             self._target = target
         refused: set[int] = set()
         while True:
+            self._busy = -1
             found = layout.discover(self._root)
             marks = self._target.marks()
             step = _next_step(found, marks=marks, refused=refused)
@@ -207,23 +208,21 @@ class Mirror:
         assert self._target is not None
         start = time.monotonic()
         self._busy = step
-        try:
-            there = marks.get(step)
-            if step in marks and (there is None or there.source != owner):
-                raise mirror_mark.SourceError(
-                    f"{self._target.where} has a step {step} that is of another root, "
-                    "or whose mark is damaged: use another place"
-                )
-            source = mirror_mark.describe(layout.step_path(self._root, step))
-            known = mirror_mark.Known(
-                mark for mark in marks.values() if mark and mark.source == owner
+        there = marks.get(step)
+        if step in marks and (there is None or there.source != owner):
+            raise mirror_mark.SourceError(
+                f"{self._target.where} has a step {step} that is of another root, "
+                "or whose mark is damaged: use another place"
             )
-            _prove_chunks(source, known=known, pace=self._pace)
-            mark, num_bytes = self._target.add(
-                source, owner=owner, known=known, pace=self._pace
-            )
-        finally:
-            self._busy = -1
+        source = mirror_mark.describe(layout.step_path(self._root, step))
+        known = mirror_mark.Known(
+            mark for mark in marks.values() if mark and mark.source == owner
+        )
+        _prove_chunks(source, known=known, pace=self._pace)
+        mark, num_bytes = self._target.add(
+            source, owner=owner, known=known, pace=self._pace
+        )
+        self._busy = -1
         total = sum(file.num_bytes for file in mark.files.values())
         self._emit(
             "mirror_commit",
@@ -259,16 +258,18 @@ def _next_step(
 ) -> int | None:
     """The newest step of the root that the mirror lacks."""
     for info in reversed(found.committed):
-        with contextlib.suppress(FileNotFoundError):  # It goes while one looks.
-            if info.step not in refused and not _is_copy(info, marks=marks):
-                return info.step
+        if info.step not in refused and not _is_copy(info, marks=marks):
+            return info.step
     return None
 
 
 def _is_copy(info: records.CheckpointInfo, *, marks: Marks) -> bool:
     """Whether the mirror has this very step."""
     mark = marks.get(info.step)
-    return mark is not None and mark.identity == mirror_mark.identify(info.path)
+    try:
+        return mark is not None and mark.identity == mirror_mark.identify(info.path)
+    except FileNotFoundError:  # It is damaged, or goes while one looks.
+        return False
 
 
 def _prove_chunks(

@@ -262,6 +262,8 @@ def describe(step_path: str) -> Source:
             files = {}
     except (manifest.ManifestError, run_record.RecordError) as error:
         raise SourceError(str(error)) from error
+    except FileNotFoundError as error:
+        raise SourceError(f"{error.filename} is missing") from error
     rest = [
         SourceFile(path=path, num_bytes=size, sha256="", written_at=step, proof="")
         for path, size in sizes.items()

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import time
@@ -140,9 +141,14 @@ def test_a_root_begun_from_the_mirror_goes_on_as_the_one_that_wrote_it(
 def test_a_damaged_source_is_not_mirrored_and_the_others_are(
     root, target, sync, events
 ):
-    for step, part in ((10, "run/metadata"), (20, "state/a/c/1"), (30, "")):
+    parts = {10: "run/metadata", 20: "state/a/c/1", 30: "", 40: "manifest/metadata"}
+    for step, part in parts.items():
         path = pathlib.Path(root.add(step, a=A))
-        if part:
+        (path / "_CHECKPOINT_METADATA").write_text('{"item_handlers": {"run": ""}}')
+        if step == 40:  # As if a scratch disk had been swept.
+            shutil.rmtree(path / "manifest")
+            shutil.rmtree(path / "run")
+        elif part:
             data = bytearray((path / part).read_bytes())
             data[len(data) // 2] ^= 4
             (path / part).chmod(0o644)
@@ -152,6 +158,7 @@ def test_a_damaged_source_is_not_mirrored_and_the_others_are(
     reasons = {event["step"]: event["reason"] for event in events.of("mirror_failed")}
     assert "run/metadata" in reasons[10]
     assert "leaf a" in reasons[20]
+    assert "run/metadata is missing" in reasons[40]
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])

@@ -134,6 +134,7 @@ def test_a_dead_server_costs_an_event_and_the_next_commit_tries_again(
     assert time.monotonic() - start < 0.5
     failed = events.wait_for("mirror_failed")
     assert "did not answer within 1 s" in failed["reason"]
+    assert failed["step"] == -1  # It is not about one of them.
     assert mirror.list_steps(s3.url()) == []
     with pytest.raises(mirror_mark.MirrorError, match="did not answer within 1 s"):
         mirror.fetch(s3.url(port=wire.port), into=root.path, timeout_secs=1)
@@ -158,7 +159,7 @@ def test_a_server_that_dies_in_the_middle_leaves_no_mark(root, s3, wire, events)
         assert time.monotonic() < end
         time.sleep(0.01)
     wire.is_dead = True
-    events.wait_for("mirror_failed")
+    assert events.wait_for("mirror_failed")["step"] == 20
     assert mirror.list_steps(s3.url()) == []
     wire.is_dead = False
     assert not copier.close(0.1) or copier.close(0.1)
