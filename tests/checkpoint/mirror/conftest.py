@@ -258,6 +258,7 @@ class Wire:
     Attributes:
         latency_secs: before each piece of an answer.
         num_cuts: so many next connections are cut in the middle of the request.
+        num_errors: so many next connections are answered with 503.
         is_dead: takes connections and says nothing.
         num_connections: that were made.
         num_cut: that were cut.
@@ -267,6 +268,7 @@ class Wire:
         self._port = port
         self.latency_secs = 0.0
         self.num_cuts = 0
+        self.num_errors = 0
         self.is_dead = False
         self.num_connections = 0
         self.num_cut = 0
@@ -282,6 +284,12 @@ class Wire:
             except OSError:
                 return
             self.num_connections += 1
+            if self.num_errors > 0:
+                self.num_errors -= 1
+                client.recv(4096)
+                client.sendall(b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\n\r\n")
+                client.close()
+                continue
             server = socket.create_connection(("127.0.0.1", self._port))
             self._open += [client, server]
             for pair in ((client, server, True), (server, client, False)):

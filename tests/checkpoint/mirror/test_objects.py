@@ -109,13 +109,13 @@ def test_a_damaged_object_never_gives_a_wrong_bit(
     assert same_files(mirror.fetch(s3.url(), into=new), root.step_path(10))
 
 
-def test_late_answers_and_torn_connections_are_ridden_out(
+def test_late_torn_and_refused_requests_are_ridden_out(
     root, s3, wire, sync, events, same_files
 ):
     step = root.add(10, a=A, b=B)
-    wire.latency_secs, wire.num_cuts = 0.01, 2
+    wire.latency_secs, wire.num_cuts, wire.num_errors = 0.01, 2, 2
     sync(s3.url(port=wire.port))
-    assert wire.num_cut == 2
+    assert (wire.num_cut, wire.num_errors) == (2, 0)
     assert [event["step"] for event in events.of("mirror_commit")] == [10]
     wire.num_cuts = 1
     path = mirror.fetch(s3.url(port=wire.port), into=root.path.parent / "new")
