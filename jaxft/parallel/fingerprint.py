@@ -1,7 +1,7 @@
 """Fingerprints of arrays where they lie: on the devices, before any copy.
 
-World: device. Floor: `parallel`. Read `jaxft/fingerprints.py`, which defines them,
-before this file, and `jaxft/checkpoint/manager.py` next.
+World: device. Floor: `parallel`. Read `jaxft/parallel/partial_sums.py`, which is what
+each device does, before this file and `jaxft/checkpoint/proof.py` next.
 
 Each device sums over its own part; the host adds the sums of one replica of each
 part. So there is no collective, processes need not wait for each other, and replicas
@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 
 from jaxft import fingerprints
 from jaxft.fingerprints import LeafDigest
+from jaxft.parallel.partial_sums import block_sums, has_wide_index
 
 # Equal leaves share programs: each one costs time to start, and the CPU backend makes
 # whoever starts more than 32 wait. Small leaves are stacked, which is a copy; of large
@@ -33,8 +35,9 @@ _STACK_LEAVES = 64
 _STACK_BYTES = 1 << 20
 _APART_LEAVES = 8
 
-_NUM_SUMS = 3  # low lane, high lane, non-finite elements
-_WORD_VALUES = 1 << 32
+# The TPU compiler takes time in proportion to the size of a reduction: seconds for
+# millions of elements. A loop over blocks of this many is compiled at once.
+_BLOCK_ELEMENTS = 1 << 19
 
 Partial = tuple[int, int, int]
 
@@ -72,7 +75,11 @@ class _Kind:
     def needs_64_bits(self) -> bool:
         """Whether JAX must know integers of 64 bits here."""
         is_wide = self.dtype.itemsize == 8 and self.dtype.kind != "c"
-        return is_wide or self.dtype.itemsize == 16 or _is_giant(self.shape, self.dtype)
+        return (
+            is_wide
+            or self.dtype.itemsize == 16
+            or has_wide_index(self.shape, self.dtype)
+        )
 
 
 @dataclasses.dataclass
@@ -316,11 +323,16 @@ def _program(kind: _Kind) -> Any:
     # As a constant of the program: the mesh says which device it is, not where it lies.
     index_dtype = np.uint64 if kind.needs_64_bits else np.uint32
     bases = np.array(_bases(kind), index_dtype)
+    device = next(iter(kind.sharding.device_set))
+    num_elements = _BLOCK_ELEMENTS if device.platform == "tpu" else sys.maxsize
 
     def sums(parts: list[jax.Array], base: Any) -> jax.Array:
         apart = [part[None] for part in parts]
         stacks = [jnp.stack(parts)] if kind.num_stacked else apart
-        rows = [partial_sums(stack, base=base, shape=kind.shape) for stack in stacks]
+        rows = [
+            block_sums(stack, base=base, shape=kind.shape, num_elements=num_elements)
+            for stack in stacks
+        ]
         return jnp.concatenate(rows)[None]
 
     def on_mesh(leaves: list[jax.Array]) -> jax.Array:
@@ -345,86 +357,3 @@ def _program(kind: _Kind) -> Any:
         return sums(leaves, bases[0])
 
     return jax.jit(digest)
-
-
-def _is_giant(shape: tuple[int, ...], dtype: np.dtype) -> bool:
-    """Whether the index of a word may need more than 32 bits."""
-    num_words = max(1, fingerprints.num_bits(dtype) // 32)
-    return math.prod(shape) * num_words > _WORD_VALUES
-
-
-def partial_sums(
-    parts: jax.Array, *, base: jax.Array | int, shape: tuple[int, ...]
-) -> jax.Array:
-    """The sums over parts at the same place of several arrays; traced.
-
-    Args:
-        parts: `[array, *part]`.
-        base: index in the whole array of the part's first element.
-        shape: of each whole array. Where its words are more than 2**32, JAX must
-            have integers of 64 bits.
-
-    Returns:
-        `[array, 3]` in uint32: low lane, high lane, number of non-finite elements.
-    """
-    words = _words(parts)
-    is_giant = _is_giant(shape, parts.dtype)
-    index_dtype = jnp.uint64 if is_giant else jnp.uint32
-    index = jnp.asarray(base, index_dtype)
-    stride = 1
-    for dim in reversed(range(len(shape))):
-        iota = jax.lax.broadcasted_iota(index_dtype, parts.shape, dim + 1)
-        index = index + iota * _scalar(stride, index_dtype)
-        stride *= shape[dim]
-    lanes = [jnp.zeros(parts.shape, jnp.uint32) for _ in fingerprints.LANE_SEEDS]
-    for number, word in enumerate(words):
-        at = index * _scalar(len(words), index_dtype) + _scalar(number, index_dtype)
-        key = at.astype(jnp.uint32) * _scalar(fingerprints.LOW_FACTOR)
-        if is_giant:
-            high = (at >> _scalar(32, index_dtype)).astype(jnp.uint32)
-            key += high * _scalar(fingerprints.HIGH_FACTOR)
-        for lane, seed in enumerate(fingerprints.LANE_SEEDS):
-            lanes[lane] += _mix(word ^ _mix(key + _scalar(seed)))
-    if fingerprints.can_be_nonfinite(parts.dtype):
-        lanes.append(_is_nonfinite(parts).astype(jnp.uint32))
-    # One pass over memory for all of them.
-    totals = jax.lax.reduce(
-        tuple(lanes),
-        (_scalar(0),) * len(lanes),
-        lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True)),
-        tuple(range(1, parts.ndim)),
-    )
-    zeros = [jnp.zeros(parts.shape[:1], jnp.uint32)] * (_NUM_SUMS - len(totals))
-    return jnp.stack([*totals, *zeros], axis=-1)
-
-
-def _scalar(value: int, dtype: Any = jnp.uint32) -> Any:
-    return np.dtype(dtype).type(value % (1 << np.dtype(dtype).itemsize * 8))
-
-
-def _mix(x: jax.Array) -> jax.Array:
-    first, second = fingerprints.MIX_FACTORS
-    x = (x ^ (x >> _scalar(16))) * _scalar(first)
-    x = (x ^ (x >> _scalar(15))) * _scalar(second)
-    return x ^ (x >> _scalar(16))
-
-
-def _words(x: jax.Array) -> list[jax.Array]:
-    """By number of the word in an element, the words, shaped like the elements."""
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return [*_words(jnp.real(x)), *_words(jnp.imag(x))]
-    if x.dtype == jnp.bool_:
-        return [x.astype(jnp.uint32)]
-    num_bits = fingerprints.num_bits(x.dtype)
-    if num_bits == 64:
-        wide = jax.lax.bitcast_convert_type(x, jnp.uint64)
-        high = wide >> _scalar(32, jnp.uint64)
-        return [wide.astype(jnp.uint32), high.astype(jnp.uint32)]
-    bits = {2: jnp.uint2, 4: jnp.uint4, 8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}
-    return [jax.lax.bitcast_convert_type(x, bits[num_bits]).astype(jnp.uint32)]
-
-
-def _is_nonfinite(x: jax.Array) -> jax.Array:
-    if x.dtype.itemsize == 1:
-        x = x.astype(jnp.float32)
-    return ~jnp.isfinite(x)

@@ -19,7 +19,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 
 from jaxft.fingerprints import ArrayDigester, combine, digest_array
 from jaxft.parallel import fingerprint
-from jaxft.parallel.fingerprint import partial_sums, start_digests
+from jaxft.parallel.fingerprint import start_digests
+from jaxft.parallel.partial_sums import block_sums, partial_sums
 
 pytestmark = pytest.mark.device
 
@@ -360,6 +361,38 @@ def test_programs_are_compiled_ahead_by_another_thread():
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     assert pending.result()["wide"] == digest_array(np.arange(13))
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_elements"),
+    [((64, 48), 512), ((67, 5), 50), ((3, 1, 7, 40), 90), ((100,), 16), ((1, 9), 1)],
+    ids=str,
+)
+def test_blocks_in_a_loop_are_the_whole(shape, num_elements):
+    arrays = [_random(shape, "float32", seed) for seed in range(2)]
+    for some in (arrays, arrays[:1]):
+        stacked = jnp.stack(some)
+        sums = jax.jit(
+            lambda x: block_sums(
+                x, base=np.uint32(0), shape=shape, num_elements=num_elements
+            )
+        )(stacked)
+        assert [combine([row]) for row in sums.tolist()] == list(
+            map(digest_array, some)
+        )
+
+
+def test_blocks_of_a_part_of_a_large_array_are_that_part():
+    shape, offsets = (3 << 20, 1 << 20), (4090, (1 << 20) - 9)
+    part = _random((12, 9), "float32")
+    digester = ArrayDigester(shape, part.dtype)
+    digester.add(part, offsets=offsets)
+    base = np.uint64(offsets[0] * shape[1] + offsets[1])
+    with jax.enable_x64(True):
+        sums = jax.jit(
+            lambda x: block_sums(x, base=base, shape=shape, num_elements=20)
+        )(part[None])
+    assert tuple(sums[0].tolist()) == digester.partial()
 
 
 def test_starting_thousands_of_leaves_is_quick():
