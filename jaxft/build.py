@@ -307,6 +307,8 @@ def _manager(
         verify=config.verify.value,
         health=config.health,
         memory_budget=config.memory_budget,
+        mirror=config.mirror,
+        mirror_rate=config.mirror_rate,
         emit=emit,
     )
 

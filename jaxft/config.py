@@ -275,7 +275,18 @@ class CheckpointConfig(Section):
         numbers=False,
     )
     memory_budget: str = setting(
-        "4GiB", "host memory of a save or restore beyond the state", numbers=False
+        "auto",
+        "host memory of a save or restore beyond the state, e.g. 4GiB; auto is half "
+        "of what is available",
+        numbers=False,
+    )
+    mirror: str = setting(
+        "",
+        "folder, s3:// or gs:// address of a second copy of all steps; empty is off",
+        numbers=False,
+    )
+    mirror_rate: str = setting(
+        "", "most bytes a second to the mirror, e.g. 50MB; empty is all", numbers=False
     )
 
 

@@ -32,6 +32,8 @@ FORMAT_NAME = "jaxft-decision"
 FORMAT_VERSION = 1
 
 _NAME = re.compile(r"([1-9]\d*)\.json")
+# The timeline of a step whose record is damaged.
+_UNKNOWN = 2**63
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,7 +158,7 @@ def timeline_of(path: str) -> int:
         stat = os.stat(os.path.join(path, layout.RUN_ITEM, run_record.RECORD_FILE))
         return _timeline(path, stat.st_ino, stat.st_mtime_ns)
     except (OSError, run_record.RecordError):
-        return 2**63
+        return _UNKNOWN
 
 
 @functools.lru_cache(maxsize=4096)
@@ -193,8 +195,11 @@ def roll_back(
     found, decided = discover(root), read(root)
     if to not in found.steps:
         raise _not_there(root, to, found.steps)
+    # Above every timeline that is there, also where older decisions were lost.
+    seen = [timeline_of(info.path) for info in found.committed]
+    known = max([decided.timeline, *(one for one in seen if one < _UNKNOWN)])
     rollback = Rollback(
-        timeline=decided.timeline + 1,
+        timeline=known + 1,
         origin=max(found.steps, default=-1),
         to=to,
         skip=skip,

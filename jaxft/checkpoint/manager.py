@@ -31,7 +31,6 @@ from types import TracebackType
 from typing import Any
 
 import jax
-import numpy as np
 from absl import logging
 
 from jaxft import config, records
@@ -40,15 +39,15 @@ from jaxft.checkpoint import (
     decisions,
     layout,
     leaves,
+    mirrored,
     options,
     orbax_io,
     policies,
     retention,
     run_record,
-    space,
 )
 from jaxft.checkpoint.judge import Check, Restored
-from jaxft.checkpoint.planner import SavePlanner
+from jaxft.checkpoint.planner import SavePlanner, check_label
 from jaxft.checkpoint.proof import Proof
 from jaxft.checkpoint.restore import refuse_foreign, restore_newest
 from jaxft.checkpoint.saves import Saves
@@ -76,7 +75,11 @@ class CheckpointManager:
         verify: what a restore proves: `full`, `sample` or `off`.
         health: globs of leaf paths; a state in which one of them is not finite is
             not committed.
-        memory_budget: host memory of a save or restore beyond the state, e.g. `4GiB`.
+        memory_budget: host memory of a save or restore beyond the state, e.g. `4GiB`;
+            `auto` is half of what is available now.
+        mirror: a folder or address of a second copy of all steps, made in the
+            background; a root that has no good step is filled from it.
+        mirror_rate: most bytes a second that go there, e.g. `50MB`; empty for all.
         emit: told of starts, commits, skips, failures, deletions.
         clock: seconds since the epoch, for the run record.
         timer: seconds that never go back, for the save policy.
@@ -104,18 +107,20 @@ class CheckpointManager:
         full_every: int = 10,
         verify: str = "full",
         health: str = "params/**",
-        memory_budget: str = "4GiB",
+        memory_budget: str = "auto",
+        mirror: str = "",
+        mirror_rate: str = "",
         emit: records.Emit = records.ignore_event,
         clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic,
     ):
-        self.root = _checked_root(root, timeout_secs=timeout_secs)
+        self.root = options.checked_root(root, timeout_secs=timeout_secs)
         self.num_skipped = 0
         self._save_policy = _save_policy(save)
         self._keep_policy = policies.parse_keep(keep)
         self._timeout_secs = timeout_secs
         self._options = options.make_options(
-            layout=layout,
+            array_layout=layout,
             codec=codec,
             full_every=full_every,
             verify=verify,
@@ -139,6 +144,11 @@ class CheckpointManager:
         self._planner = SavePlanner(
             self.root, self._options, timeout_secs=timeout_secs, emit=emit
         )
+        self._mirror = mirrored.make_mirror(mirror, rate=mirror_rate, emit=emit)
+        self._mirror_address = mirror
+        if self._mirror is not None:
+            self._planner.pins.mirror = self._mirror
+        self._timeline = 0
         self._retention_lock = threading.Lock()
         at_exit.finish_at_exit(self)
 
@@ -206,7 +216,7 @@ class CheckpointManager:
         """
         if not force:
             self._saves.raise_news()
-        self._check_label(step, state)
+        check_label(step, state)
         if (flying := self.in_flight) is not None:
             if not force:
                 if flying != step:
@@ -231,20 +241,6 @@ class CheckpointManager:
             return False
         self._last_step, self._last_secs = step, self._timer()
         return True
-
-    def _check_label(self, step: int, state: PyTree) -> None:
-        if type(step) is not int or step < 0:
-            raise ValueError(f"the label of a save is a number of steps, not {step!r}")
-        own = state.get("step") if isinstance(state, Mapping) else None
-        own = getattr(state, "step", own)
-        if isinstance(own, jax.Array):
-            is_label = own.ndim == 0 and jax.numpy.issubdtype(own.dtype, np.integer)
-            if not is_label or own.is_deleted() or not own.is_fully_replicated:
-                return
-        elif type(own) is not int and not isinstance(own, np.integer):
-            return
-        if int(own) != step:
-            raise ValueError(f"save({step}) of a state whose step is {int(own)}")
 
     def _is_new(self, step: int) -> bool:
         """Whether the step is to be written; makes room for it."""
@@ -278,7 +274,7 @@ class CheckpointManager:
             step,
             time_secs=self._clock(),
             state=types,
-            timeline=decisions.read(self.root).timeline,
+            timeline=max(self._timeline, decisions.read(self.root).timeline),
             has_manifest=True,
             **content,
         )
@@ -313,6 +309,8 @@ class CheckpointManager:
     def _end(self, plan: Proof, committed: bool) -> None:
         self._planner.end(plan, committed=committed)
         if committed and jax.process_index() == 0:
+            if self._mirror is not None:
+                self._mirror.offer(layout.step_path(self.root, plan.step))
             self._retain(plan.step)
 
     def _retain(self, committed: int) -> None:
@@ -348,11 +346,8 @@ class CheckpointManager:
             leaves.check(target)
             if jax.process_index() == 0:
                 self._planner.probe()
-                space.check_space(
-                    self.root,
-                    state_bytes=leaves.count_bytes(target),
-                    num_kept=max(1, policies.most_kept(self._keep_policy)),
-                    num_there=len(found.steps),
+                self._planner.check_room(
+                    target, keep=self._keep_policy, num_there=len(found.steps)
                 )
         except (records.FaultError, OSError, ValueError) as error:
             raise config.ConfigError("checkpoint", str(error)) from error
@@ -362,15 +357,24 @@ class CheckpointManager:
     ) -> Restored | None:
         """Waits for a save in flight; then see `jaxft.checkpoint.restore`."""
         self._saves.wait_for_flight(self._timeout_secs)
-        restored = restore_newest(
-            self.root,
-            target,
-            step=step,
-            check=check,
-            verify=self._options.verify,
-            memory_bytes=self._options.memory_bytes,
-            emit=self._emit,
-        )
+
+        def try_root() -> Restored | None:
+            return restore_newest(
+                self.root,
+                target,
+                step=step,
+                check=check,
+                verify=self._options.verify,
+                memory_bytes=self._options.memory_bytes,
+                emit=self._emit,
+            )
+
+        if self._mirror is None or step is not None:
+            restored = try_root()
+        else:
+            restored = mirrored.restore_through(
+                self._mirror_address, self.root, restore=try_root, emit=self._emit
+            )
         self._planner.forget()
         if jax.process_index() == 0:
             with self._retention_lock:
@@ -380,6 +384,9 @@ class CheckpointManager:
             # An older one that was asked for by name leaves newer ones there.
             newer = -1 if step is None else self._saves.last_committed or -1
             self._saves.set_last_committed(max(restored.step, newer))
+            self._timeline = restored.record["timeline"]
+            if self._mirror is not None and jax.process_index() == 0:
+                self._mirror.offer(restored.path)  # What the last run could not.
         return restored
 
     def rollback(
@@ -454,8 +461,15 @@ class CheckpointManager:
             logging.error("%s", error)
 
     def close(self) -> None:
-        """Waits and raises like `wait`; call it at the end of the run."""
-        self.wait()
+        """Waits and raises like `wait`; call it at the end of the run.
+
+        What goes to the mirror is waited for, too, and never raises.
+        """
+        try:
+            self.wait()
+        finally:
+            if self._mirror is not None:
+                self._mirror.close(self._timeout_secs)
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -472,17 +486,6 @@ class CheckpointManager:
             if error is None:
                 raise
             error.add_note(str(failure))
-
-
-def _checked_root(root: str | os.PathLike[str], *, timeout_secs: float) -> str:
-    if not timeout_secs > 0:
-        raise config.ConfigError(
-            "checkpoint.timeout_secs", f"must be positive, is {timeout_secs}"
-        )
-    try:
-        return layout.absolute_root(root)
-    except ValueError as error:
-        raise config.ConfigError("checkpoint", str(error)) from error
 
 
 def _save_policy(text: str) -> records.SavePolicy:

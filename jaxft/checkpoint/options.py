@@ -1,6 +1,6 @@
 """How steps are stored and proven, as text and as values that have been checked.
 
-World: host-only. Floor: the lowest of `checkpoint`, beside `policies`. Read
+World: host-only. Floor: above `layout`. Read
 `jaxft/checkpoint/manager.py` next.
 """
 
@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import os
+import pathlib
 import re
 from typing import TypeVar
 
+from jaxft.checkpoint import layout
 from jaxft.config import ArrayLayout, Codec, ConfigError, Verify
 
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
+_AVAILABLE = re.compile(r"MemAvailable:\s*(\d+) kB")
+_MIN_AUTO_BYTES = 2**30
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 # Below this many bytes a leaf, the files of a step cost more than its bytes.
@@ -44,14 +49,14 @@ class Options:
 
 def make_options(
     *,
-    layout: str,
+    array_layout: str,
     codec: str,
     full_every: int,
     verify: str,
     health: str,
     memory_budget: str,
 ) -> Options:
-    """Checks the settings of a manager; the arguments are named like the config's.
+    """Checks the settings of a manager; the arguments are those of the config.
 
     Raises:
         ConfigError: it names the setting and what there is.
@@ -60,13 +65,41 @@ def make_options(
         problem = f"must be a number of commits, or 0 for none, is {full_every!r}"
         raise ConfigError("checkpoint.full_every", problem)
     return Options(
-        layout=_choice(ArrayLayout, layout, "checkpoint.layout"),
+        layout=_choice(ArrayLayout, array_layout, "checkpoint.layout"),
         codec=_choice(Codec, codec, "checkpoint.codec"),
         full_every=full_every,
         verify=_choice(Verify, verify, "checkpoint.verify"),
         health=health,
-        memory_bytes=parse_bytes(memory_budget, path="checkpoint.memory_budget"),
+        memory_bytes=_memory_bytes(memory_budget),
     )
+
+
+def _memory_bytes(text: str) -> int:
+    """A size, or for `auto` half of the memory that is available now."""
+    if text.strip() != "auto":
+        return parse_bytes(text, path="checkpoint.memory_budget")
+    try:
+        found = _AVAILABLE.search(pathlib.Path("/proc/meminfo").read_text())
+    except OSError:
+        found = None
+    available = int(found[1]) * 1024 if found else 0
+    return max(_MIN_AUTO_BYTES, available // 2)
+
+
+def checked_root(root: str | os.PathLike[str], *, timeout_secs: float) -> str:
+    """The absolute root of a manager, whose deadline is checked as well.
+
+    Raises:
+        ConfigError: one of them cannot be used.
+    """
+    if not timeout_secs > 0:
+        raise ConfigError(
+            "checkpoint.timeout_secs", f"must be positive, is {timeout_secs}"
+        )
+    try:
+        return layout.absolute_root(root)
+    except ValueError as error:
+        raise ConfigError("checkpoint", str(error)) from error
 
 
 _E = TypeVar("_E", bound=enum.Enum)
@@ -81,7 +114,7 @@ def _choice(kind: type[_E], text: str | _E, path: str) -> _E:
 
 
 def parse_bytes(text: str, *, path: str) -> int:
-    """Reads `14GiB`, `500 MB` or `1000`; at least 1 MiB.
+    """Reads `14GiB`, `500 MB` or `1000000`; at least 1 MiB.
 
     Raises:
         ConfigError: it names `path`.

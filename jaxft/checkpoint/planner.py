@@ -18,13 +18,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxft import records
 from jaxft.checkpoint import (
     decisions,
     layout,
+    leaves,
     options,
     orbax_io,
+    policies,
     proof,
     retention,
     run_record,
@@ -77,6 +80,26 @@ class SavePlanner:
             SpaceError: it cannot hold checkpoints.
         """
         self._has_links = space.probe(self._root).has_links
+
+    def check_room(
+        self, target: PyTree, *, keep: records.KeepPolicy, num_there: int
+    ) -> None:
+        """Asks for room for what is kept and one more; see `space.check_space`.
+
+        Args:
+            target: the state.
+            keep: what stays.
+            num_there: steps that are there already.
+
+        Raises:
+            SpaceError: there is not enough.
+        """
+        space.check_space(
+            self._root,
+            state_bytes=leaves.count_bytes(target),
+            num_kept=max(1, policies.most_kept(keep)),
+            num_there=num_there,
+        )
 
     def plan(
         self, step: int, *, state: PyTree, record: Mapping[str, Any]
@@ -197,3 +220,23 @@ class SavePlanner:
     def forget(self) -> None:
         """Something else than a save has changed the root."""
         self._manifests.clear()
+
+
+def check_label(step: int, state: PyTree) -> None:
+    """Refuses a label that is none, or that is not the state's own `step`.
+
+    Raises:
+        ValueError: it says why.
+    """
+    if type(step) is not int or step < 0:
+        raise ValueError(f"the label of a save is a number of steps, not {step!r}")
+    own = state.get("step") if isinstance(state, Mapping) else None
+    own = getattr(state, "step", own)
+    if isinstance(own, jax.Array):
+        is_label = own.ndim == 0 and jax.numpy.issubdtype(own.dtype, np.integer)
+        if not is_label or own.is_deleted() or not own.is_fully_replicated:
+            return
+    elif type(own) is not int and not isinstance(own, np.integer):
+        return
+    if int(own) != step:
+        raise ValueError(f"save({step}) of a state whose step is {int(own)}")

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 
 from jaxft import records
 from jaxft.checkpoint import decisions, layout, orbax_io, policies, run_record
+from jaxft.checkpoint import mirror as mirrors
 
 _DOOMED = f"{layout.TMP_MARK}-deleted"
 
@@ -27,10 +28,12 @@ class Pins:
 
     Attributes:
         lock: held while a step is renamed to be deleted, and while pins are set.
+        mirror: copies steps; the one that it is busy with stays. None for none.
     """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
+        self.mirror: mirrors.Mirror | None = None
         self._held: dict[int, frozenset[int]] = {}
 
     def hold(self, steps: Iterable[int], *, by: int) -> None:
@@ -44,6 +47,8 @@ class Pins:
 
     def has(self, step: int) -> bool:
         """Whether some save needs `step`; with the lock held."""
+        if self.mirror is not None and self.mirror.busy_step == step:
+            return True
         return any(step in steps for steps in self._held.values())
 
 

@@ -6,7 +6,7 @@ from jaxft import config
 from jaxft.checkpoint import options
 
 GOOD = {
-    "layout": "auto",
+    "array_layout": "auto",
     "codec": "raw",
     "full_every": 10,
     "verify": "full",
@@ -39,7 +39,7 @@ def test_what_is_no_size_or_too_small(text):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("layout", "zip"),
+        ("array_layout", "zip"),
         ("codec", "gzip"),
         ("full_every", -1),
         ("full_every", True),
@@ -50,7 +50,7 @@ def test_what_is_no_size_or_too_small(text):
 def test_a_bad_setting_is_named(name, value):
     with pytest.raises(config.ConfigError) as error:
         options.make_options(**(GOOD | {name: value}))
-    assert error.value.path == f"checkpoint.{name}"
+    assert error.value.path == f"checkpoint.{name.removeprefix('array_')}"
     assert "\n" not in str(error.value)
 
 
@@ -71,3 +71,8 @@ def test_auto_chooses_by_links_and_leaves():
     assert _chosen(num_leaves=5, num_bytes=40) == "files"
     assert _chosen(num_leaves=100, num_bytes=10**9, has_links=False) == "ocdbt"
     assert _chosen("files", num_leaves=5000, num_bytes=1, has_links=False) == "files"
+
+
+def test_auto_is_half_of_the_memory_that_is_there():
+    half = options.make_options(**(GOOD | {"memory_budget": "auto"})).memory_bytes
+    assert 1 << 30 <= half < 1 << 50

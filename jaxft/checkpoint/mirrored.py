@@ -1,0 +1,124 @@
+"""A root with a second copy elsewhere: restores from there when it must.
+
+World: device. Floor: above `restore`, below `manager`. Read
+`jaxft/checkpoint/mirror.py` before.
+
+A root without a good step is filled from the mirror, step by step from the newest on,
+until one is restored. A mirror that does not answer then is an error: to begin anew
+could throw away what lies there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxft import config, records
+from jaxft.checkpoint import mirror as mirrors
+from jaxft.checkpoint import options, orbax_io
+from jaxft.checkpoint.judge import Restored
+from jaxft.checkpoint.mirror import Mirror
+from jaxft.checkpoint.mirror_mark import MirrorError
+
+
+def make_mirror(address: str, *, rate: str, emit: records.Emit) -> Mirror | None:
+    """The mirror of a manager; None for no address.
+
+    Raises:
+        ConfigError: the address or the rate cannot be used.
+    """
+    if not address:
+        return None
+    num_bytes = 0
+    if rate:
+        num_bytes = options.parse_bytes(rate, path="checkpoint.mirror_rate")
+    try:
+        return Mirror(address, bytes_per_sec=num_bytes, emit=emit)
+    except ValueError as error:
+        raise config.ConfigError("checkpoint.mirror", str(error)) from error
+
+
+def list_steps(address: str) -> list[int]:
+    """The steps on a mirror that may be resumed; none for no address.
+
+    Raises:
+        ConfigError: it does not answer.
+    """
+    if not address:
+        return []
+    try:
+        return mirrors.list_steps(address, healthy_only=True)
+    except (MirrorError, OSError) as error:
+        problem = f"{address} does not say what it holds: {orbax_io.first_line(error)}"
+        raise config.ConfigError("checkpoint.mirror", problem) from error
+
+
+def restore_through(
+    address: str,
+    root: str,
+    *,
+    restore: Callable[[], Restored | None],
+    emit: records.Emit,
+) -> Restored | None:
+    """Restores from the root, and where that has nothing good, from the mirror.
+
+    Args:
+        address: the mirror.
+        root: the checkpoint root.
+        restore: restores from the root alone.
+        emit: told of what is fetched.
+
+    Raises:
+        FaultError: see `restore.restore_newest`; neither place has a good step.
+        ConfigError: the mirror does not answer.
+    """
+    failure: records.FaultError | None = None
+    tried: set[int] = set()
+    while True:
+        try:
+            restored = restore()
+        except records.FaultError as error:
+            if error.fault.kind is not records.FaultKind.NO_CHECKPOINT:
+                raise
+            failure, restored = error, None
+        if restored is not None:
+            return restored
+        step = _fetch_next(address, root, tried=tried, emit=emit)
+        if step < 0:
+            if failure is not None:
+                raise failure
+            return None
+        tried.add(step)
+
+
+def _fetch_next(address: str, root: str, *, tried: set[int], emit: records.Emit) -> int:
+    """Fetches the newest step that was not tried yet; -1 when there is none.
+
+    The primary process does so, and tells the others.
+    """
+    step = -1
+    if jax.process_index() == 0:
+        step = _fetch(address, root, tried=tried, emit=emit)
+    if jax.process_count() > 1:
+        step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
+    return step
+
+
+def _fetch(address: str, root: str, *, tried: set[int], emit: records.Emit) -> int:
+    for step in reversed(list_steps(address)):
+        if step in tried:
+            continue
+        try:
+            mirrors.fetch(address, step, into=root, emit=emit)
+        except records.FaultError:
+            tried.add(step)  # It does not come back whole; its event says why.
+            continue
+        except (MirrorError, OSError) as error:
+            reason = orbax_io.first_line(error)
+            problem = f"step {step} cannot be fetched from {address}: {reason}"
+            raise config.ConfigError("checkpoint.mirror", problem) from error
+        return step
+    return -1
