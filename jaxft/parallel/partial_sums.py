@@ -35,7 +35,7 @@ def block_sums(
 ) -> jax.Array:
     """`partial_sums` in a loop over blocks of at most so many elements; traced."""
     size = math.prod(parts.shape[1:])
-    if size <= num_elements:
+    if size <= num_elements or max(parts.shape) >= 1 << 31:  # no index of a block
         return partial_sums(parts, base=base, shape=shape)
     axis = next(axis for axis in range(1, parts.ndim) if parts.shape[axis] > 1)
     num_rows = parts.shape[axis]
