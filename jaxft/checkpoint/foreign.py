@@ -79,8 +79,8 @@ def load(
             kind than the stored one; integers must keep their values.
         strict: False also leaves out stored leaves that the target lacks, and keeps
             the values of all target leaves that are not stored.
-        memory_bytes: most that is read of a leaf at a time. Shards go to their
-            devices as they fill.
+        memory_bytes: most that is held on the host at a time. Shards of large leaves
+            go to their devices as they fill.
         emit: told what was loaded.
 
     Raises:
@@ -188,7 +188,8 @@ def _load(
 def _load_numpy(
     source: foreign_source.ForeignSource, names: Mapping[str, str]
 ) -> Loaded:
-    values = {name: source.read(stored) for name, stored in names.items()}
+    read = source.read_all(names.values())
+    values = {name: value for name, (_, value) in zip(names, read, strict=True)}
     segments = {
         name: source.segments[stored] if name == stored else tuple(name.split("/"))
         for name, stored in names.items()
@@ -239,12 +240,7 @@ def _load_into(
             problems.append(f"{name}: stored {stored}, wanted {pair[1]}: {reason}")
     requests = _match(wanted, specs, problems=problems, path=source.path)
     values = dict(wanted)
-    for name, request in requests.items():
-        try:
-            values[name] = _read_leaf(source, names[name], request)
-        except ValueError as error:
-            text = f"{name}: {error}"
-            raise leaves.TargetMismatchError(source.path, [text]) from error
+    values |= _read_leaves(source, names, requests)
     tree = jax.tree.unflatten(jax.tree.structure(target), list(values.values()))
     return Loaded(
         tree=tree,
@@ -331,29 +327,54 @@ def _is_kind(dtype: str, kind: Any) -> bool:
         return False
 
 
-def _read_leaf(
-    source: foreign_source.ForeignSource, path: str, request: leaves.Request
-) -> Any:
-    """One leaf, read, cast and placed.
+def _read_leaves(
+    source: foreign_source.ForeignSource,
+    names: Mapping[str, str],
+    requests: Mapping[str, leaves.Request],
+) -> dict[str, Any]:
+    """Target path -> leaf, read, cast and placed."""
+    large = [
+        name
+        for name, request in requests.items()
+        if _sharding(request) is not None and source.is_large(names[name])
+    ]
+    small = [name for name in requests if name not in large]
+    read = source.read_all(names[name] for name in small)
+    values, name = {}, ""
+    try:
+        for name, (path, value) in zip(small, read, strict=True):
+            values[name] = _place(value, requests[name], key_impl=source.key_impl(path))
+        for name in large:
+            values[name] = _stream(source, names[name], requests[name])
+    except ValueError as error:
+        text = f"{name}: {error}"
+        raise leaves.TargetMismatchError(source.path, [text]) from error
+    return values
+
+
+def _sharding(request: leaves.Request) -> jax.sharding.Sharding | None:
+    """Where an array goes shard by shard; None for what `leaves.decode` places."""
+    is_array = request.spec.kind is run_record.LeafKind.ARRAY
+    is_plain = is_array and not request.spec.dtype.startswith("key<")
+    return request.sharding if is_plain and not request.spec.is_empty else None
+
+
+def _place(value: Any, request: leaves.Request, *, key_impl: str) -> Any:
+    """One leaf as the target wants it.
 
     Raises:
         ValueError: an integer does not fit the dtype that is wanted.
     """
     spec = request.spec
-    # A weak array is made of a number, and placed by `decode` like all others.
-    sharding = request.sharding if spec.kind is run_record.LeafKind.ARRAY else None
-    if impl := source.key_impl(path):
-        data = jax.numpy.asarray(source.read(path))
-        return leaves.decode(jax.random.wrap_key_data(data, impl=impl), request)
-    if sharding is not None and source.is_large(path):
-        return leaves.decode(_stream(source, path, spec, sharding=sharding), request)
-    value = source.read(path)
+    if key_impl:
+        data = jax.numpy.asarray(value)
+        return leaves.decode(jax.random.wrap_key_data(data, impl=key_impl), request)
     if request.python is str:
         return value
     if request.python is not None:
         return request.python(np.asarray(value).item())
     value = _cast(np.asarray(value), spec.dtype)
-    if sharding is not None and not spec.is_empty:
+    if (sharding := _sharding(request)) is not None:
         # Each process puts its own shards, and asks no other about them.
         value = jax.make_array_from_callback(
             spec.shape, sharding, functools.partial(operator.getitem, value)
@@ -378,13 +399,15 @@ def _cast(value: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _stream(
-    source: foreign_source.ForeignSource,
-    path: str,
-    spec: run_record.LeafSpec,
-    *,
-    sharding: jax.sharding.Sharding,
+    source: foreign_source.ForeignSource, path: str, request: leaves.Request
 ) -> jax.Array:
-    """A large array, of which each shard leaves the host when it is full."""
+    """A large array, of which each shard leaves the host when it is full.
+
+    Raises:
+        ValueError: see `_place`.
+    """
+    sharding, spec = _sharding(request), request.spec
+    assert sharding is not None
     devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(spec.shape).items():
         assert index is not None
@@ -408,7 +431,8 @@ def _stream(
                 arrays.append(jax.device_put(value, place))
 
     source.read_parts(path, on_part)
-    return jax.make_array_from_single_device_arrays(spec.shape, sharding, arrays)
+    array = jax.make_array_from_single_device_arrays(spec.shape, sharding, arrays)
+    return leaves.decode(array, request)
 
 
 class _Shard:

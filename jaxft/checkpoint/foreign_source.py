@@ -11,9 +11,12 @@ that there is.
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,8 +31,9 @@ from jaxft.checkpoint import (
     stored_tree,
 )
 
-# Most that is read of a leaf at a time.
+# Most that is read at a time, by all threads together.
 MEMORY_BYTES = 2**28
+_NUM_THREADS = min(8, os.cpu_count() or 1)
 
 _STEP = re.compile(r"(?:.*_)?(\d+)")
 # Told of each part of a leaf: where it begins, and its elements.
@@ -107,7 +111,7 @@ class ForeignSource:
 
     Args:
         path: see `find_item`.
-        memory_bytes: most that is read of a leaf at a time.
+        memory_bytes: most that is read at a time.
 
     Attributes:
         path: its item folder.
@@ -125,6 +129,7 @@ class ForeignSource:
     ):
         self.path = find_item(path)
         self.num_bytes = 0
+        self._lock = threading.Lock()
         self._memory_bytes = memory_bytes
         self._step_path = os.path.dirname(self.path)
         try:
@@ -215,12 +220,30 @@ class ForeignSource:
         return leaf.key_impl if leaf is not None else ""
 
     def is_large(self, path: str) -> bool:
-        """Whether a leaf is more than may be read at a time."""
+        """Whether a leaf is too large to be read as a whole, beside others."""
         spec = self.spec(path)
         if spec.is_empty or spec.kind in run_record.PYTHON_KINDS:
             return False
         stored = self._guard(path, lambda name: self._store.spec(name))
-        return stored.num_bytes > self._memory_bytes
+        return stored.num_bytes > self._memory_bytes // _NUM_THREADS
+
+    def read_all(self, paths: Iterable[str]) -> Iterator[tuple[str, Any]]:
+        """(path, value) of leaves, in their order, some of them read ahead.
+
+        Raises:
+            FaultError: see `read`.
+            OSError: one cannot be read.
+        """
+        ahead: collections.deque[tuple[str, concurrent.futures.Future[Any]]]
+        ahead = collections.deque()
+        with concurrent.futures.ThreadPoolExecutor(_NUM_THREADS, "jaxft-load") as pool:
+            for path in paths:
+                ahead.append((path, pool.submit(self.read, path)))
+                if len(ahead) >= _NUM_THREADS:
+                    first, future = ahead.popleft()
+                    yield first, future.result()
+            for first, future in ahead:
+                yield first, future.result()
 
     def read(self, path: str) -> Any:
         """The value of a leaf: an array, a Python number, or text.
@@ -236,7 +259,8 @@ class ForeignSource:
             return np.zeros(spec.shape, spec.dtype)
         raw = self._guard(path, lambda name: self._store.read(name))
         self._prove(path, fingerprints.digest_array(raw))
-        self.num_bytes += raw.nbytes
+        with self._lock:
+            self.num_bytes += raw.nbytes
         value = contents.decode(raw, spec.dtype)
         wanted = contents.PYTHON_DTYPES.get(spec.kind, spec.dtype)
         if (str(value.dtype), value.shape) != (wanted, spec.shape):
