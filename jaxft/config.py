@@ -333,6 +333,28 @@ class ResumeConfig(Section):
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
+class InitConfig(Section):
+    """Parameters of another checkpoint to begin with; all else is made anew.
+
+    Only a run without a checkpoint of its own reads them.
+    """
+
+    checkpoint: str = setting(
+        "", "an item, a step or a root of any Orbax; empty is off", numbers=False
+    )
+    paths: str = setting("**", "globs over the stored paths to take", numbers=False)
+    rename: str = setting(
+        "", "stored path = path of the parameters, comma separated", numbers=False
+    )
+    optional: str = setting(
+        "", "globs over parameters that stay fresh where not stored", numbers=False
+    )
+    allow_cast: str = setting(
+        "", "globs over parameters that may have another dtype", numbers=False
+    )
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
 class CompileConfig(Section):
     """The persistent compile cache."""
 
@@ -367,6 +389,7 @@ class Config(Section):
     preemption: PreemptionConfig = setting(PreemptionConfig, "stop requests")
     supervisor: SupervisorConfig = setting(SupervisorConfig, "restarts")
     resume: ResumeConfig = setting(ResumeConfig, "resuming")
+    init: InitConfig = setting(InitConfig, "parameters to begin with")
     compile: CompileConfig = setting(CompileConfig, "compile cache")
     log: LogConfig = setting(LogConfig, "output")
 

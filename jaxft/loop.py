@@ -129,9 +129,7 @@ class Loop:
             pending = output
         self._read(pending, self.step)
         self._flush()
-        if parts.manager.last_committed != self.step:
-            self._save(state, force=True)
-        parts.manager.wait()
+        self._save_last(state)
         return state, Ending.FINISHED
 
     def _own_bits(self) -> Control:
@@ -141,6 +139,8 @@ class Loop:
             bits |= Control.STOP
         if self._parts.manager.error() is not None:
             bits |= Control.ERROR
+        if jax.process_count() > 1 and self._parts.manager.should_retry:
+            bits |= Control.SAVE
         return bits
 
     def _read(self, output: StepOutput | None, step: int) -> Control:
@@ -240,6 +240,31 @@ class Loop:
             force=force,
             timeout_secs=timeout_secs,
         )
+
+    def _save_last(self, state: TrainState) -> None:
+        """Commits the state after the last step, once whichever rule asked.
+
+        Raises:
+            FaultError: it could not be saved, or is not finite.
+        """
+        manager = self._parts.manager
+        while True:
+            if manager.last_committed != self.step:
+                self._save(state, force=True)
+            try:
+                manager.wait()
+                break
+            except FaultError:
+                # The state is still there to be tried again.
+                if jax.process_count() > 1 or not manager.should_retry:
+                    raise
+        if manager.last_committed != self.step:
+            fault = Fault(
+                kind=FaultKind.NONFINITE,
+                step=self.step,
+                evidence="the state after the last step is not finite, and not saved",
+            )
+            raise FaultError(fault)
 
     def _leave(
         self, state: TrainState, pending: StepOutput | None

@@ -23,7 +23,7 @@ import jax
 from jaxft import config as configs
 from jaxft import settings
 from jaxft.build import Parts, build
-from jaxft.checkpoint import layout, run_record
+from jaxft.checkpoint import decisions, foreign, layout, mirrored, run_record
 from jaxft.config import Config, ConfigError, ResumeMode
 from jaxft.events import EventLog
 from jaxft.faults.exceptions import fault_of
@@ -162,17 +162,32 @@ class Worker:
                 "resume.mode",
                 f"never, but {root} holds step {newest}: choose another workdir",
             )
-        if mode is ResumeMode.REQUIRED and newest is None:
-            raise ConfigError(
-                "resume.mode", f"required, but {root} holds no checkpoint"
-            )
         if newest is None:
+            self._check_beginning(root)
             return
         # A record that cannot be read is for the restore to deal with.
         with contextlib.suppress(OSError, run_record.RecordError):
             record = run_record.read_record(layout.step_path(root, newest))
             if not _damage(record):
                 self._compare(parts, record["run"])
+
+    def _check_beginning(self, root: str) -> None:
+        """Refuses a run that could neither go on nor begin."""
+        on_mirror = mirrored.list_steps(self._config.checkpoint.mirror)
+        mode = self._config.resume.mode
+        if mode is ResumeMode.REQUIRED and not on_mirror:
+            raise ConfigError(
+                "resume.mode", f"required, but {root} holds no checkpoint"
+            )
+        if mode is ResumeMode.NEVER and on_mirror:
+            place = self._config.checkpoint.mirror
+            raise ConfigError(
+                "resume.mode",
+                f"never, but {place} holds step {on_mirror[-1]}: choose another one",
+            )
+        origin = self._config.init.checkpoint
+        if origin and not on_mirror and not os.path.exists(os.path.expanduser(origin)):
+            raise ConfigError("init.checkpoint", f"{origin} is not there")
 
     def _compare(self, parts: Parts, record: dict[str, Any]) -> dict[str, Any]:
         saved = record.get("facts", {})
@@ -232,7 +247,7 @@ class Worker:
         if restored is None:
             self._log("phase", name="init")
             progress.note("a fresh start: compiling")
-            return parts.train_step.init(), -1, -1
+            return self._init(parts), -1, -1
         changes = self._compare(parts, restored.run)
         # Those that change no numbers need no permission, but are told.
         saved = restored.run.get("config", {})
@@ -254,14 +269,38 @@ class Worker:
                     evidence=f"{restored.path} holds no data position of its step",
                 )
             )
+        skipped = [tuple(window) for window in restored.data["skipped"]]
+        decided = decisions.read(parts.manager.root)
+        skips = decided.skips_since(restored.record["timeline"])
         if any(name == "corpus" or name.startswith("data.") for name in changes):
             # Allowed by name: the place in the order stays, the order is another.
-            parts.iterator.seek(restored.step, skipped=restored.data["skipped"])
+            parts.iterator.seek(restored.step, skipped=[*skipped, *skips])
         else:
             parts.iterator.set_state(restored.data)
+            if skips:
+                # A rollback to this step took them out.
+                parts.iterator.seek(restored.step, skipped=[*skipped, *skips])
         progress.note(f"resuming at step {restored.step} from {restored.path}")
         evaluated = restored.step if restored.metrics else -1
         return restored.state, restored.step, evaluated
+
+    def _init(self, parts: Parts) -> TrainState:
+        """The state of step 0, with the parameters of another run if asked to."""
+        chosen = self._config.init
+        if not chosen.checkpoint:
+            return parts.train_step.init()
+        loaded = foreign.init_params(
+            os.path.expanduser(chosen.checkpoint),
+            parts.train_step.init().params
+            if chosen.optional
+            else parts.train_step.abstract_state.params,
+            paths=chosen.paths,
+            rename=_rename_rules(chosen.rename),
+            optional=chosen.optional,
+            allow_cast=chosen.allow_cast,
+            emit=self._log,
+        )
+        return parts.train_step.init(params=loaded.tree)
 
     def _compile(self, parts: Parts, state: TrainState) -> tuple[Any, Any]:
         """The train and the evaluation step, compiled before the loop begins."""
@@ -308,6 +347,22 @@ def _damage(record: dict[str, Any]) -> str:
     if "facts" in run and (data.get("step") != record["step"] or not is_whole):
         return "it holds no data position of its step"
     return ""
+
+
+def _rename_rules(text: str) -> dict[str, str]:
+    """Reads `stored = wanted, other = another`.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    rules = {}
+    for rule in filter(None, (part.strip() for part in text.split(","))):
+        old, equals, new = (side.strip() for side in rule.partition("="))
+        if not equals:
+            problem = f"{rule!r} is no rule: write stored = wanted"
+            raise ConfigError("init.rename", problem)
+        rules[old] = new
+    return rules
 
 
 def _write_config(path: pathlib.Path, config: Config) -> None:

@@ -130,7 +130,7 @@ class SavePlanner:
         """The same for all saves of a manager."""
         if self._layout is not None:
             return self._layout
-        if self._has_links is None:
+        if self._has_links is None and jax.process_count() == 1:
             try:
                 self.probe()
             except space.SpaceError:

@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 
 _SAMPLE = b"jaxft"
+_PREFIX = ".jaxft-probe-"
 
 
 class SpaceError(ValueError):
@@ -43,8 +44,13 @@ def probe(root: str) -> Abilities:
         SpaceError: it names what does not work.
     """
     folder = nearest_folder(root)
+    if folder == root and os.path.isdir(root):
+        # Ours alone, so this is what a kill left of an earlier probe.
+        for name in os.listdir(root):
+            if name.startswith(_PREFIX):
+                shutil.rmtree(os.path.join(root, name), ignore_errors=True)
     with _ability(root, "make a folder"):
-        place = tempfile.mkdtemp(prefix=".jaxft-probe-", dir=folder)
+        place = tempfile.mkdtemp(prefix=_PREFIX, dir=folder)
     try:
         return _try_all(root, place)
     finally:

@@ -53,10 +53,16 @@ class StateFactory:
         self._optimizer = optimizer
         self._precision = precision
 
-    def make_state(self, key: jax.Array) -> TrainState:
-        """The state at step 0 as a traceable function of the run's key."""
+    def make_state(self, key: jax.Array, params: PyTree | None = None) -> TrainState:
+        """The state at step 0 as a traceable function of the run's key.
+
+        Args:
+            key: the run's.
+            params: parameters to begin with; None for fresh ones.
+        """
         variables = self._model.init(jax.random.fold_in(key, _INIT_FOLD))
-        params = _strong(self._precision.cast_params(variables.params))
+        params = variables.params if params is None else params
+        params = _strong(self._precision.cast_params(params))
         return TrainState(
             step=jnp.int32(0),
             num_skipped=jnp.int32(0),
@@ -70,9 +76,11 @@ class StateFactory:
         """The state with `jax.ShapeDtypeStruct` leaves; allocates nothing."""
         return jax.eval_shape(self.make_state, key)
 
-    def init_state(self, key: jax.Array, *, shardings: PyTree) -> TrainState:
+    def init_state(
+        self, key: jax.Array, *, shardings: PyTree, params: PyTree | None = None
+    ) -> TrainState:
         """The state at step 0, each device computing only its own shards."""
-        return jax.jit(self.make_state, out_shardings=shardings)(key)
+        return jax.jit(self.make_state, out_shardings=shardings)(key, params)
 
 
 def abstract_state(shapes: TrainState, *, shardings: PyTree) -> TrainState:

@@ -92,10 +92,20 @@ class TrainStep:
             ),
         )
 
-    def init(self, key: jax.Array | None = None) -> TrainState:
-        """The state at step 0, born sharded; `key` is the config's when left out."""
+    def init(
+        self, key: jax.Array | None = None, *, params: PyTree | None = None
+    ) -> TrainState:
+        """The state at step 0, born sharded; `key` is the config's when left out.
+
+        Args:
+            key: of the run.
+            params: parameters to begin with, placed like the state's; None for fresh
+                ones. All else is made anew from them.
+        """
         key = self._key if key is None else key
-        return self._factory.init_state(key, shardings=self.state_shardings)
+        return self._factory.init_state(
+            key, shardings=self.state_shardings, params=params
+        )
 
     def place(
         self, rows: Mapping[str, np.ndarray], control: int = 0

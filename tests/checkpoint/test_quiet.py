@@ -33,7 +33,7 @@ with CheckpointManager(root, keep="last(9)") as checkpoints:
         checkpoints.save(step, state(step), force=True)
 for step in (2, 3):
     for folder, _, files in os.walk(f"{root}/{step}/state"):
-        if how.startswith("data") and not folder.endswith("/d"):
+        if how.startswith("data") and "/c/" not in f"{folder}/":
             continue
         for file in files:
             path = os.path.join(folder, file)

@@ -41,6 +41,16 @@ def test_what_does_not_work_is_named(tmp_path, monkeypatch, module, name, abilit
     assert os.listdir(tmp_path) == []
 
 
+def test_what_a_kill_left_of_a_probe_goes_with_the_next_one(tmp_path):
+    (tmp_path / ".jaxft-probe-x").mkdir()
+    (tmp_path / ".jaxft-probe-x" / "a").write_text("x")
+    # Above a root that is not there yet, it may be somebody else's.
+    space.probe(str(tmp_path / "root"))
+    assert os.listdir(tmp_path) == [".jaxft-probe-x"]
+    space.probe(str(tmp_path))
+    assert os.listdir(tmp_path) == []
+
+
 def test_no_hard_links_is_no_failure(tmp_path, monkeypatch):
     def refuse(*args, **kwargs):
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
