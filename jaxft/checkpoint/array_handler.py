@@ -41,10 +41,10 @@ from orbax.checkpoint._src.metadata import (  # noqa: TID251
 )
 from orbax.checkpoint._src.serialization import (  # noqa: TID251
     ocdbt_utils,
-    replica_slices,
     tensorstore_utils,
 )
 
+from jaxft.checkpoint import array_snapshot
 from jaxft.checkpoint.array_reader import Reader, chunks_of
 from jaxft.checkpoint.byte_budget import ByteBudget, gather
 from jaxft.checkpoint.chunking import (
@@ -56,6 +56,9 @@ from jaxft.checkpoint.chunking import (
     make_codecs,
 )
 
+# Where Orbax keeps the implementation of typed keys.
+_KEY_IMPL = "random_key_impl"
+_MAX_OPEN_LEAVES = 64
 # Replicas share the writing of a leaf only where each gets at least so much.
 _MIN_REPLICA_BYTES = 2**22
 
@@ -175,11 +178,13 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
             futures.append(_future(_link_leaves(linked, self._links), "link"))
         if _is_primary():
             futures.append(_future(_write_shardings(values, infos), "shardings"))
-        *early, last = self._batches(pairs)
+        *early, last = array_snapshot.split(
+            pairs, max_bytes=self._options.memory_bytes // 2
+        )
         metadatas = []
         for batch in early:
-            metadatas += await self._write(self._to_host(batch))
-        snapshot = self._to_host(last)
+            metadatas += await self._write(self._take(batch))
+        snapshot = self._take(last)
 
         async def finish() -> None:
             written = [*metadatas, *await self._write(snapshot)]
@@ -193,73 +198,40 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
 
         return [*futures, _future(finish(), "arrays")]
 
-    def _batches(self, pairs: list[tuple[jax.Array, Any]]) -> list[list[Any]]:
-        """The leaves in groups that fit into half the budget; the last may be empty."""
-        limit = self._options.memory_bytes // 2
-        batches: list[list[Any]] = [[]]
-        used = 0
-        for value, info in pairs:
-            size = sum(shard.data.nbytes for shard in value.addressable_shards)
-            if used and used + size > limit:
-                batches.append([])
-                used = 0
-            batches[-1].append((value, info))
-            used += size
-        return batches
-
-    def _to_host(self, pairs: list[tuple[jax.Array, Any]]) -> list[tuple[Any, ...]]:
-        """(this process's parts in host memory, info, key implementation) of each."""
-        impls: list[str | None] = []
-        arrays: list[jax.Array] = []
-        for value, info in pairs:
-            if jax.process_count() > 1 and value.is_fully_addressable:
-                raise ValueError(
-                    f"leaf {info.name} is an array of one process alone: "
-                    "place it on a mesh of all"
-                )
-            is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
-            impls.append(str(jax.random.key_impl(value)) if is_key else None)
-            arrays.append(jax.random.key_data(value) if is_key else value)
-        if not arrays:
-            return []
-        parts = replica_slices.transfer_arrays_to_host(
-            arrays,
-            self._replica_id,
-            self._use_replica_parallel,
-            self._min_slice_bytes_for_replica_parallel,
-            enable_pinned_host_transfer=pairs[0][1].enable_pinned_host_transfer,
+    def _take(self, pairs: list[tuple[jax.Array, Any]]) -> list[Any]:
+        return array_snapshot.take(
+            pairs,
+            replica_id=self._replica_id,
+            use_replica_parallel=self._use_replica_parallel,
+            min_slice_bytes_for_replica_parallel=_MIN_REPLICA_BYTES,
         )
-        return [
-            (part, info, impl)
-            for part, (_, info), impl in zip(parts, pairs, impls, strict=True)
-        ]
 
-    async def _write(self, snapshot: list[tuple[Any, ...]]) -> list[Any]:
-        """Writes parts in host memory; gives Orbax's entries about them."""
+    async def _write(self, snapshots: Sequence[array_snapshot.Snapshot]) -> list[Any]:
+        """Writes parts in host memory; gives Orbax's entries about the leaves."""
         budget = ByteBudget(self._options.flying_bytes)
-        # Leaves are written all at once up to here; each holds little more than tasks.
-        gate = asyncio.Semaphore(64)
+        gate = asyncio.Semaphore(_MAX_OPEN_LEAVES)
 
-        async def write(parts: Any, info: Any, impl: str | None) -> Any:
-            await info.await_path_creation()
+        async def write(leaf: array_snapshot.Snapshot) -> Any:
+            await leaf.info.await_path_creation()
             tspec, entry = _write_spec(
-                info,
-                shape=parts.global_shape,
-                write_shape=parts.local_shape,
-                dtype=np.dtype(parts.dtype),
+                leaf.info,
+                shape=leaf.shape,
+                write_shape=leaf.write_shape,
+                dtype=leaf.dtype,
                 options=self._options,
-                ext_metadata=None if impl is None else {"random_key_impl": impl},
+                ext_metadata=None if leaf.key is None else {_KEY_IMPL: leaf.key},
             )
-            fragments = [(f.index, f.value) for f in parts.to_fragments().fragments]
-            if not fragments and not _is_primary():
-                return entry
-            async with gate:
-                await _write_parts(
-                    tspec, fragments, context=info.ts_context, budget=budget
-                )
+            if leaf.parts or _is_primary():
+                async with gate:
+                    await _write_parts(
+                        tspec,
+                        leaf.parts,
+                        context=leaf.info.ts_context,
+                        budget=budget,
+                    )
             return entry
 
-        return await gather([write(*leaf) for leaf in snapshot])
+        return await gather([write(leaf) for leaf in snapshots])
 
     async def deserialize(
         self, infos: Sequence[Any], args: Sequence[Any] | None = None
@@ -280,7 +252,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         arrays = await gather([read(*leaf) for leaf in zip(infos, args, strict=True)])
         metadata = await self._metadatas.read(infos[0].parent_dir)
         impls = {
-            entry.param_name: (entry.ext_metadata or {}).get("random_key_impl")
+            entry.param_name: (entry.ext_metadata or {}).get(_KEY_IMPL)
             for entry in _flat(metadata)
         }
         return [
@@ -354,17 +326,17 @@ async def _write_parts(
     *,
     context: ts.Context,
     budget: ByteBudget,
-    transaction: ts.Transaction | None = None,
 ) -> None:
     """Creates one array and writes parts of it, chunk by chunk."""
     spec = ts.Spec(tspec)
-    options: dict[str, Any] = {"open": True, "context": context}
-    if _is_primary():
-        store = await ts.open(spec, create=True, transaction=transaction, **options)
-    else:
-        store = await ts.open(
-            spec, assume_metadata=True, transaction=transaction, **options
-        )
+    # The others know what the primary writes about the array.
+    store = await ts.open(
+        spec,
+        open=True,
+        create=_is_primary(),
+        assume_metadata=not _is_primary(),
+        context=context,
+    )
 
     async def write(chunk: Box, value: np.ndarray) -> None:
         async with budget.reserve(value.nbytes):
