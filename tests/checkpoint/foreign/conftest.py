@@ -17,7 +17,7 @@ LAYOUTS = {
     "files-zarr2": {"use_ocdbt": False, "use_zarr3": False},
     "files-zarr3": {"use_ocdbt": False, "use_zarr3": True},
 }
-WAYS = ["v0-manager", "files-zarr3", "v1", "ours"]
+WAYS = ["v0-manager", "v1", "ours"]
 MORE_WAYS = sorted(LAYOUTS.keys() - set(WAYS))
 
 

@@ -76,6 +76,7 @@ def test_training_goes_on_from_a_disk(tmp_path, events):
     assert not events.of("mirror_failed")
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_an_object_store(tmp_path, s3, events):
     root = tmp_path / "root"
     _train(root, 1, 2, 3, target=s3.url(), events=events)
