@@ -361,13 +361,16 @@ def sharing_steps(
 
 
 def _bad_files(path: str, problems: Iterable[Problem]) -> set[str]:
-    """Files of a step that are to blame; of a leaf that is, all of its files."""
+    """Files of a step that are to blame; of a leaf that is, all of its files.
+
+    A file that is missing is not among them: its other names are whole.
+    """
     files: set[str] = set()
     names: dict[str, str] = {}
     for problem in problems:
         if os.path.isfile(os.path.join(path, problem.path)):
             files.add(problem.path)
-        elif problem.leaf:
+        elif problem.path == problem.leaf:
             names = names or _leaf_names(path)
             folder = os.path.join(
                 layout.STATE_ITEM, names.get(problem.leaf, problem.leaf)
