@@ -67,6 +67,7 @@ class Restored:
         path: its folder.
         num_proven: leaves whose values were proven to be those that were saved.
         secs: what reading and proving took.
+        manifest: what proves it; None where nothing was to be proven.
     """
 
     step: int
@@ -78,6 +79,7 @@ class Restored:
     path: str
     num_proven: int = 0
     secs: float = 0.0
+    manifest: Manifest | None = dataclasses.field(default=None, repr=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,6 +172,7 @@ def _read(path: str, reading: Reading, *, step: int) -> Restored | Damage:
         record=record,
         path=path,
         secs=time.monotonic() - start,
+        manifest=manifest,
     )
 
 
@@ -287,7 +290,7 @@ def prove(restored: Restored, reading: Reading) -> Restored | Damage:
     num_proven, mode = 0, reading.verify.value
     problems: list[Problem] = []
     if reading.verify is not Verify.OFF:
-        manifest = _manifest(restored.path, restored.record)
+        manifest = restored.manifest
         if manifest is None:
             mode = "none"
             reason = "it has no manifest: an older jaxft wrote it"

@@ -301,6 +301,7 @@ class CheckpointManager:
             step,
             write,
             facts=plan.facts,
+            verdict=functools.partial(self._planner.verdict, plan),
             on_end=functools.partial(self._end, plan),
         )
 

@@ -209,6 +209,23 @@ class SavePlanner:
             remove=orbax_io.remove,
         )
 
+    def verdict(self, one: proof.Proof) -> tuple[str, ...]:
+        """Leaves for which a step that is written is no resume point.
+
+        In several processes it lies there until the primary one takes it away; should
+        that be killed before, a restore passes over it.
+        """
+        if jax.process_count() == 1:
+            return ()  # The seal would have refused it.
+        path = layout.step_path(self._root, one.step)
+        try:
+            bad = manifests.read(path).unhealthy
+        except (OSError, manifests.ManifestError):
+            bad = ("of another process",)  # It is gone already.
+        if bad and jax.process_index() == 0:
+            retention.delete(one.step, path=path, emit=self._emit)
+        return bad
+
     def end(self, one: proof.Proof, *, committed: bool) -> None:
         """Keeps what the next save needs to know about this one."""
         if committed and one.manifest is not None:

@@ -214,11 +214,14 @@ class Proof:
             others: what the other processes know of the digests.
 
         Raises:
-            UnhealthyError: it is no resume point.
+            UnhealthyError: it is no resume point. In several processes, all of which
+                wait for the commit, the manifest says so instead.
             OSError: a file cannot be read or written.
         """
         digests = self._digests.all(others)
-        self.check_health(digests)
+        bad = self.bad_leaves(digests)
+        if bad and jax.process_count() == 1:
+            raise UnhealthyError(bad)
         files = manifests.collect_files(folder, array_layout=self.arrays.layout)
         names = self._digests.names
         sizes = array_store.measure_leaves(
@@ -247,7 +250,8 @@ class Proof:
             timeline=self._timeline,
             array_layout=self.arrays.layout,
             codec=self.arrays.codec,
-            healthy=True,
+            healthy=not bad,
+            unhealthy=bad,
             leaves=entries,
             files=files,
         )
@@ -255,17 +259,10 @@ class Proof:
         self.facts["linked_bytes"] = sum(e.num_bytes for e in self._carried.values())
         self.facts["num_linked"] = len(self._carried)
 
-    def check_health(self, digests: Mapping[str, LeafDigest]) -> None:
-        """Refuses a state with leaves that must be finite and are not.
-
-        Raises:
-            UnhealthyError: it names them.
-        """
-        bad = [
-            path for path in self._health.select(digests) if digests[path].num_nonfinite
-        ]
-        if bad:
-            raise UnhealthyError(tuple(bad))
+    def bad_leaves(self, digests: Mapping[str, LeafDigest]) -> tuple[str, ...]:
+        """Paths of the leaves that must be finite and are not."""
+        paths = self._health.select(digests)
+        return tuple(path for path in paths if digests[path].num_nonfinite)
 
     # --- several processes: what each knows goes through the root ---------------
 

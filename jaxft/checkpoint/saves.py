@@ -29,6 +29,7 @@ class Flight:
         step: its label.
         write: the write itself.
         facts: what its commit event says besides, filled in on the way.
+        verdict: asked when it is written: leaves for which it is no resume point.
         on_end: called at its end, with whether it has committed.
         over: set when it is known how it ended.
     """
@@ -39,11 +40,13 @@ class Flight:
         write: orbax_io.Write,
         *,
         facts: Mapping[str, Any],
+        verdict: Callable[[], tuple[str, ...]],
         on_end: Callable[[bool], None],
     ):
         self.step = step
         self.write = write
         self.facts = facts
+        self.verdict = verdict
         self.on_end = on_end
         self.over = threading.Event()
 
@@ -112,6 +115,7 @@ class Saves:
         write: orbax_io.Write,
         *,
         facts: Mapping[str, Any],
+        verdict: Callable[[], tuple[str, ...]],
         on_end: Callable[[bool], None],
     ) -> None:
         """Follows a write that has begun.
@@ -120,9 +124,10 @@ class Saves:
             step: its label.
             write: it.
             facts: what its commit event says besides; complete when it commits.
+            verdict: asked when it is written: leaves for which it is no resume point.
             on_end: called in the background at its end, with whether it committed.
         """
-        flight = Flight(step, write, facts=facts, on_end=on_end)
+        flight = Flight(step, write, facts=facts, verdict=verdict, on_end=on_end)
         thread = threading.Thread(
             target=self._follow, args=(flight,), name="jaxft-commit", daemon=True
         )
@@ -143,23 +148,25 @@ class Saves:
         """Waits for one save, keeps how it ended, and cleans up behind it."""
         flight.write.wait()
         error = flight.write.error()
+        bad = _unhealthy(error) if error is not None else flight.verdict()
         if error is not None and self._owns_leftovers(flight):
             self.clean_failed(flight.write.path)
         try:
-            self._end(flight, error)
+            self._end(flight, error, bad=bad)
         finally:
             flight.over.set()
-        flight.on_end(error is None)
+        flight.on_end(error is None and not bad)
 
-    def _end(self, flight: Flight, error: BaseException | None) -> None:
-        unhealthy = _unhealthy(error)
-        has_failed = error is not None and unhealthy is None
-        fault = self._fault(flight.step, error) if error and has_failed else None
+    def _end(
+        self, flight: Flight, error: BaseException | None, *, bad: tuple[str, ...]
+    ) -> None:
+        """Keeps how a save ended: committed, failed, or, with `bad`, unhealthy."""
+        fault = self._fault(flight.step, error) if error and not bad else None
         with self._lock:
             was_given_up = self._flight is not flight
             if not was_given_up:
                 self._flight = None
-            if error is None:
+            if error is None and not bad:
                 self._last_committed = max(flight.step, self._last_committed or 0)
                 # Made good; but not by one that comes late, unless it is its own.
                 failed_step = -1 if self._failure is None else self._failure.step
@@ -168,7 +175,9 @@ class Saves:
                     self._num_failed = 0
             elif fault is not None and not was_given_up:
                 self._note(fault, is_news=True)
-        if error is None:
+        if bad:
+            self._emit("save_unhealthy", step=flight.step, leaves=list(bad))
+        elif error is None:
             self._emit(
                 "save_commit",
                 step=flight.step,
@@ -176,9 +185,6 @@ class Saves:
                 num_bytes=layout.count_bytes(flight.write.path),
                 **flight.facts,
             )
-        elif unhealthy is not None:
-            leaves = list(unhealthy.leaves)
-            self._emit("save_unhealthy", step=flight.step, leaves=leaves)
         elif fault is not None and not was_given_up:
             self._tell(fault)
 
@@ -301,10 +307,10 @@ class Saves:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _unhealthy(error: BaseException | None) -> UnhealthyError | None:
-    """Whether it was the seal that refused the state; through Orbax's own errors."""
+def _unhealthy(error: BaseException | None) -> tuple[str, ...]:
+    """The leaves for which the seal refused the state; through Orbax's own errors."""
     while error is not None:
         if isinstance(error, UnhealthyError):
-            return error
+            return error.leaves
         error = error.__cause__ or error.__context__
-    return None
+    return ()

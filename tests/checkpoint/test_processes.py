@@ -41,11 +41,59 @@ print(restored.step, np.asarray(mine.data).tolist())
 """
 
 
-def test_both_save_one_checkpoint_and_no_policy_of_theirs_asks_a_clock(tmp_path):
+PROVEN = """
+import pathlib, sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+jax.distributed.initialize(sys.argv[2], 2, int(sys.argv[3]))
+from jaxft import fingerprints
+from jaxft.checkpoint import manifest, verify
+from jaxft.checkpoint.manager import CheckpointManager
+
+root = pathlib.Path(sys.argv[1])
+mesh = Mesh(np.array(jax.devices()), ("data",))
+rows, everywhere = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["data"], []))
+
+def make(step, bad=0.0):
+    make = jax.jit(
+        lambda: {"params": {"w": jnp.arange(16.0) * step + bad}, "same": jnp.ones(4)},
+        out_shardings={"params": {"w": rows}, "same": everywhere},
+    )
+    return make() | {"n": np.arange(3)}
+
+def emit(kind, /, **fields):
+    if kind in ("corrupt", "quarantine", "save_unhealthy", "save_failed"):
+        print(kind, fields["step"])
+
+with CheckpointManager(root, keep="last(9)", emit=emit) as checkpoints:
+    for step in (1, 2, 3):
+        checkpoints.save(step, make(step), force=True)
+    checkpoints.wait()
+    checkpoints.save(4, make(4, bad=float("nan")), force=True)
+multihost_utils.sync_global_devices("saved")
+leaves = manifest.read(root / "3").leaves
+for path, value in (("params/w", np.arange(16, dtype="f4") * 3), ("n", np.arange(3))):
+    assert leaves[path].fingerprint == fingerprints.digest_array(value).fingerprint
+assert verify.verify_step(root / "3") == []
+multihost_utils.sync_global_devices("looked")
+if jax.process_index() == 0:
+    for victim in (root / "3/state").rglob("d/*"):
+        victim.chmod(0o600)
+        victim.write_bytes(bytes(byte ^ 1 for byte in victim.read_bytes()))
+multihost_utils.sync_global_devices("damaged")
+restored = CheckpointManager(root, emit=emit).restore(make(0))
+(mine,) = restored.state["params"]["w"].addressable_shards
+print(restored.step, restored.num_proven, np.asarray(mine.data).tolist())
+"""
+
+
+def _run(program, root):
+    """What each of two processes says."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "root"), address]
+    command = [sys.executable, "-c", program, str(root), address]
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "1"}
     processes = [
         subprocess.Popen(
@@ -62,9 +110,15 @@ def test_both_save_one_checkpoint_and_no_policy_of_theirs_asks_a_clock(tmp_path)
     finally:
         for process in processes:
             process.kill()
-    for index, (out, err) in enumerate(ends):
-        assert processes[index].returncode == 0, err[-2000:]
-        lines = [line for line in out.splitlines() if "[Gloo]" not in line]
+    for process, (_, err) in zip(processes, ends, strict=True):
+        assert process.returncode == 0, err[-2000:]
+    return [
+        [line for line in out.splitlines() if "[Gloo]" not in line] for out, _ in ends
+    ]
+
+
+def test_both_save_one_checkpoint_and_no_policy_of_theirs_asks_a_clock(tmp_path):
+    for index, lines in enumerate(_run(PROGRAM, tmp_path / "root")):
         *refused, last = lines
         assert len(refused) == 2
         for line in refused:
@@ -72,3 +126,13 @@ def test_both_save_one_checkpoint_and_no_policy_of_theirs_asks_a_clock(tmp_path)
             assert line.endswith("2 processes do not agree: use steps(n)")
         assert last == f"2 {[2.0 * i for i in range(8 * index, 8 * index + 8)]}"
     assert os.listdir(tmp_path / "root") == ["2"]
+
+
+def test_both_prove_what_they_save_and_fall_back_together(tmp_path):
+    first, second = _run(PROVEN, tmp_path / "root")
+    told = ["save_unhealthy 4", "corrupt 3", "quarantine 3"]
+    assert first[:-1] == told
+    for index, lines in enumerate((first, second)):
+        assert lines[-1] == f"2 3 {[2.0 * i for i in range(8 * index, 8 * index + 8)]}"
+    names = sorted(os.listdir(tmp_path / "root"))
+    assert names == ["1", "2", "3.quarantined-1"]

@@ -122,7 +122,8 @@ def test_damage_of_any_one_file_falls_back_and_is_never_a_wrong_value(
     tmp_path, damage, full
 ):
     _fill(tmp_path / "good", 10, 20)
-    names = _files(tmp_path / "good/20")
+    # What flipped bits do is in test_flips.py.
+    names = _files(tmp_path / "good/20")[:: 1 if full else 4]
     fallbacks = 0
     for name in names:
         root = tmp_path / "root"
@@ -149,7 +150,7 @@ def test_damage_of_any_one_file_falls_back_and_is_never_a_wrong_value(
             # The next start goes the same way without a word.
             _assert_is(restore.restore_newest(root, _state(0)), 10)
         shutil.rmtree(root)
-    assert fallbacks >= 6
+    assert fallbacks == len(names)
 
 
 def test_a_folder_is_gone(tmp_path):
