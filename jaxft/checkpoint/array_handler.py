@@ -39,6 +39,8 @@ from orbax.checkpoint._src.metadata import (  # noqa: TID251
     array_metadata_store,
     sharding,
 )
+
+# Private as well, for the same reason.
 from orbax.checkpoint._src.serialization import (  # noqa: TID251
     ocdbt_utils,
     tensorstore_utils,

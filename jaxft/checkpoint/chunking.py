@@ -66,7 +66,7 @@ class ArrayOptions:
 
 
 def make_codecs(codec: str, *, item_bytes: int) -> list[dict[str, Any]]:
-    """Zarr's codec list: little endian, compressed or not, and a checksum at the end."""
+    """Zarr's codec list: little endian, compressed or not, a checksum at the end."""
     chain: list[dict[str, Any]] = [
         {"name": "bytes", "configuration": {"endian": "little"}}
     ]
