@@ -103,6 +103,7 @@ def test_a_rename_rule_that_is_none_is_named(tmp_path: pathlib.Path) -> None:
         jaxft.run(config, workdir=tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_rollback_goes_on_from_its_step_without_the_skipped_batches(
     tmp_path: pathlib.Path,
 ) -> None:

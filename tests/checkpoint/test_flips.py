@@ -117,7 +117,7 @@ def _files(step):
 
 
 def _damage(path, how, rng):
-    """Damages the file in place, so that all of its names are hit; False if it can't."""
+    """Damages the file in place, under all of its names; False where it cannot."""
     size = os.path.getsize(path)
     if how == "delete":
         os.unlink(path)

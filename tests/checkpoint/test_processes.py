@@ -53,7 +53,8 @@ from jaxft.checkpoint.manager import CheckpointManager
 
 root = pathlib.Path(sys.argv[1])
 mesh = Mesh(np.array(jax.devices()), ("data",))
-rows, everywhere = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["data"], []))
+rows = NamedSharding(mesh, PartitionSpec("data"))
+everywhere = NamedSharding(mesh, PartitionSpec())
 
 def make(step, bad=0.0):
     make = jax.jit(
