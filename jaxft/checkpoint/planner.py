@@ -194,7 +194,11 @@ class SavePlanner:
         )
         if jax.process_index() != 0:
             threading.Thread(
-                target=one.share, args=(path,), name="jaxft-digests", daemon=True
+                target=one.share,
+                args=(path,),
+                kwargs={"timeout_secs": self._timeout_secs},
+                name="jaxft-digests",
+                daemon=True,
             ).start()
         return write
 
@@ -206,7 +210,6 @@ class SavePlanner:
             one.seal_shared,
             step_path=path,
             timeout_secs=self._timeout_secs,
-            remove=orbax_io.remove,
         )
 
     def verdict(self, one: proof.Proof) -> tuple[str, ...]:
@@ -233,6 +236,7 @@ class SavePlanner:
             for old in sorted(self._manifests)[:-_MAX_MANIFESTS]:
                 del self._manifests[old]
         self.pins.release(by=one.step)
+        one.end(layout.step_path(self._root, one.step))
 
     def forget(self) -> None:
         """Something else than a save has changed the root."""

@@ -11,14 +11,17 @@ else is written. `differing_leaves` is its counterpart.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import pathlib
+import shutil
+import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -37,6 +40,7 @@ PyTree = Any
 
 _PYTHON_DTYPES = {int: "int64", float: "float64", bool: "bool"}
 _POLL_SECS = 0.01
+_SHARE_SECS = 0.2
 _Partials = dict[str, list[tuple[int, int, int]]]
 
 
@@ -153,6 +157,7 @@ class Proof:
     Attributes:
         step: its label.
         arrays: how its arrays are stored.
+        over: set when the save has ended.
         links: leaf name -> folder of the same bytes in an older step.
         facts: for the commit event, complete when the step is sealed.
         manifest: of the step, when it is sealed.
@@ -169,6 +174,7 @@ class Proof:
     ):
         self.step = step
         self.arrays = arrays
+        self.over = threading.Event()
         self.links: dict[str, str] = {}
         self.facts: dict[str, Any] = {"num_linked": 0, "linked_bytes": 0}
         self.manifest: Manifest | None = None
@@ -266,14 +272,32 @@ class Proof:
 
     # --- several processes: what each knows goes through the root ---------------
 
-    def share(self, step_path: str) -> None:
-        """Gives the primary process what this one knows; waits for the devices."""
+    def share(self, step_path: str, *, timeout_secs: float) -> None:
+        """Gives the primary process what this one knows, until the step is there.
+
+        The primary one begins a save by removing what an earlier one left, which may
+        be after this process has told: what is gone is told again.
+        """
         folder = _shared_folder(step_path)
-        os.makedirs(folder, exist_ok=True)
         path = os.path.join(folder, f"{jax.process_index()}.json")
-        with open(f"{path}.new", "w") as file:
-            json.dump(self._digests.partials(), file)
-        os.rename(f"{path}.new", path)
+        text = json.dumps(self._digests.partials())
+        deadline = time.monotonic() + timeout_secs
+        while time.monotonic() < deadline and not os.path.isdir(step_path):
+            if not os.path.exists(path):
+                with contextlib.suppress(FileNotFoundError):
+                    os.makedirs(folder, exist_ok=True)
+                    with open(f"{path}.new", "w") as file:
+                        file.write(text)
+                    os.rename(f"{path}.new", path)
+            if self.over.wait(_SHARE_SECS):
+                break
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def end(self, step_path: str) -> None:
+        """The save has ended: nobody needs what was shared any more."""
+        self.over.set()
+        if jax.process_count() > 1:
+            shutil.rmtree(_shared_folder(step_path), ignore_errors=True)
 
     def seal_shared(
         self,
@@ -281,7 +305,6 @@ class Proof:
         *,
         step_path: str,
         timeout_secs: float,
-        remove: Callable[[str], None],
     ) -> None:
         """`seal` in the primary process of several, with what the others shared.
 
@@ -299,7 +322,6 @@ class Proof:
                     raise TimeoutError(f"process {index} has not told its digests")
                 time.sleep(_POLL_SECS)
             others.append(json.loads(path.read_bytes()))
-        remove(_shared_folder(step_path))
         self.seal(folder, others=others)
 
 

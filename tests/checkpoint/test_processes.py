@@ -42,7 +42,8 @@ print(restored.step, np.asarray(mine.data).tolist())
 
 
 PROVEN = """
-import pathlib, sys
+import faulthandler, pathlib, sys
+faulthandler.dump_traceback_later(80, exit=True)
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
