@@ -23,6 +23,7 @@ import gc
 import json
 import os
 import pathlib
+import queue
 import re
 import shutil
 import time
@@ -83,8 +84,8 @@ class Jaxft:
         """Saves, waits and returns the time until the call came back."""
         begin = time.perf_counter()
         stored, types = leaves.encode(state)
-        digests = fingerprint.start_digests(state)
         record = run_record.make_record(1, time_secs=time.time(), state=types)
+        started: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
         def seal(folder: pathlib.Path) -> None:
             files = manifest.collect_files(folder, array_layout=_LAYOUT.value)
@@ -98,7 +99,7 @@ class Jaxft:
                     num_nonfinite=digest.num_nonfinite,
                     written_at=1,
                 )
-                for name, digest in digests.result().items()
+                for name, digest in started.get().result().items()
             }
             whole = manifest.Manifest(
                 step=1,
@@ -120,6 +121,7 @@ class Jaxft:
             arrays=self._options,
             seal=seal,
         )
+        started.put(fingerprint.start_digests(state))
         blocking = time.perf_counter() - begin
         write.wait()
         if error := write.error():

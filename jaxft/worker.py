@@ -23,7 +23,7 @@ import jax
 from jaxft import config as configs
 from jaxft import settings
 from jaxft.build import Parts, build
-from jaxft.checkpoint import decisions, foreign, layout, mirrored, run_record
+from jaxft.checkpoint import decisions, foreign, layout, mirrored, proof, run_record
 from jaxft.config import Config, ConfigError, ResumeMode
 from jaxft.events import EventLog
 from jaxft.faults.exceptions import fault_of
@@ -223,6 +223,7 @@ class Worker:
                 progress.note(f"warning: compiling without a cache: {problem}")
             with self._stops.may_leave():
                 state, restored, evaluated = self._first_state(parts, progress)
+                proof.prepare(state)  # Else the first save would wait for it.
                 step_fn, eval_fn = self._compile(parts, state)
             self._loop = Loop(
                 parts,

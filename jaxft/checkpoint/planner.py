@@ -104,7 +104,7 @@ class SavePlanner:
     def plan(
         self, step: int, *, state: PyTree, record: Mapping[str, Any]
     ) -> proof.Proof:
-        """Starts the digests of a state, and chooses how it is written.
+        """Chooses how a state is written.
 
         Args:
             step: the label.
@@ -183,15 +183,18 @@ class SavePlanner:
     ) -> orbax_io.Write:
         """Starts to write what was planned; see `orbax_io.write_async`."""
         path = layout.step_path(self._root, one.step)
-        write = orbax_io.write_async(
-            path,
-            stored,
-            record=record,
-            timeout_secs=self._timeout_secs,
-            arrays=one.arrays,
-            links=one.links,
-            seal=self._seal(one, path),
-        )
+        try:
+            write = orbax_io.write_async(
+                path,
+                stored,
+                record=record,
+                timeout_secs=self._timeout_secs,
+                arrays=one.arrays,
+                links=one.links,
+                seal=self._seal(one, path),
+            )
+        finally:
+            one.start_digests()  # Also after a failure: somebody may wait for them.
         if jax.process_index() != 0:
             threading.Thread(
                 target=one.share,

@@ -62,11 +62,11 @@ class UnhealthyError(Exception):
 class Digests:
     """The digests of all leaves of a state that have elements and are no text.
 
-    Those of JAX arrays are started here and do not block; the others are taken at
-    once, since their memory is the caller's.
+    Those of JAX arrays are started by `start` and do not block; the others are taken
+    at once, since their memory is the caller's.
 
     Args:
-        state: the tree; its arrays may be donated or changed afterwards.
+        state: the tree; after `start` its arrays may be donated or changed.
         paths: only these leaves; None for all.
 
     Attributes:
@@ -93,19 +93,34 @@ class Digests:
                 on_device[path] = leaf
             else:
                 self._host[path] = fingerprints.digest_array(leaf)
-        self._pending = fingerprint.start_digests(on_device)
+        self._on_device = on_device
+        self._pending: fingerprint.PendingDigests | None = None
+        self._started = threading.Event()
+
+    def start(self) -> None:
+        """Starts what is not started yet; returns at once."""
+        if self._pending is None:
+            self._pending = fingerprint.start_digests(self._on_device)
+            self._on_device = {}
+            self._started.set()
+
+    def _begun(self) -> fingerprint.PendingDigests:
+        """The digests to come, for whichever thread asks."""
+        self._started.wait()
+        assert self._pending is not None
+        return self._pending
 
     def of(self, paths: Iterable[str]) -> dict[str, LeafDigest]:
         """The digests of some leaves, of which this process holds all parts."""
         paths = list(paths)
         on_device = [path for path in paths if path not in self._host]
-        return self._pending.result(on_device) | {
+        return self._begun().result(on_device) | {
             path: self._host[path] for path in paths if path in self._host
         }
 
     def partials(self) -> _Partials:
         """What this process knows of the leaves that are on devices."""
-        return self._pending.partials()
+        return self._begun().partials()
 
     def all(self, others: Iterable[_Partials] = ()) -> dict[str, LeafDigest]:
         """The digests of all leaves, with the partials of the other processes."""
@@ -150,7 +165,7 @@ class Proof:
     Args:
         step: its label.
         record: its run record.
-        state: what is saved; its digests are started here.
+        state: what is saved.
         arrays: how its arrays are stored.
         health: globs of the leaves that must be finite.
 
@@ -204,6 +219,9 @@ class Proof:
         }
         types = self._digests.types
         asked = incremental.candidates(types, **settings)
+        if not asked:
+            return
+        self.start_digests()
         digests = self._digests.of(path for path in types if path in asked)
         self._carried = incremental.plan_links(digests, types, **settings)
         state = os.path.join(base_path, layout.STATE_ITEM)
@@ -211,6 +229,14 @@ class Proof:
             entry.name: os.path.join(state, entry.name)
             for entry in self._carried.values()
         }
+
+    def start_digests(self) -> None:
+        """Starts the digests, if no link had to wait for them before.
+
+        Best after the snapshot: the devices, which on CPU are the cores that begin the
+        save, are free until then. The arrays must not have been donated yet.
+        """
+        self._digests.start()
 
     def seal(self, folder: pathlib.Path, *, others: Iterable[_Partials] = ()) -> None:
         """Judges the state and writes the manifest of the finished step.
@@ -359,6 +385,7 @@ def differing_leaves(
         paths: which leaves; None for all.
     """
     digests = Digests(state, paths=paths)
+    digests.start()
     problems = []
     for path, digest in digests.all_together().items():
         entry = manifest.leaves.get(path)
@@ -371,6 +398,17 @@ def differing_leaves(
             )
             problems.append((path, reason))
     return problems
+
+
+def prepare(state: PyTree) -> None:
+    """Compiles in the background what the digests of such a state need."""
+    on_device = {
+        path: leaf
+        for path, (_, leaf) in leaves.flatten(state).items()
+        if isinstance(leaf, jax.Array) and leaf.size
+    }
+    compile_all = fingerprint.prepare(on_device)
+    threading.Thread(target=compile_all, name="jaxft-prepare", daemon=True).start()
 
 
 def num_state_bytes(specs: Mapping[str, run_record.LeafSpec]) -> tuple[int, int]:
