@@ -73,7 +73,8 @@ def check_target(target: str) -> None:
     """
     scheme, separator, rest = target.partition("://")
     schemes = ["file", *mirror_objects.DRIVERS]
-    if not target or (separator and (scheme not in schemes or not rest)):
+    is_misspelt = not separator and re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", target)
+    if not target or is_misspelt or (separator and (scheme not in schemes or not rest)):
         known = ", ".join(f"{name}://" for name in schemes)
         raise ValueError(f"mirror {target!r} is no folder and no address of {known}")
 
