@@ -51,7 +51,7 @@ KINDS: dict[str, dict[str, str]] = {
         "per_step": "how many of them a step takes",
         "num_params": "elements of the parameters",
     },
-    "phase": {"name": "init, compile, restore, train, evaluate, save, close"},
+    "phase": {"name": "init, compile, restore, train, evaluate, save, mirror"},
     "compile": {"secs": "wall time", "cached": "whether the cache served it"},
     "cache_unusable": {"path": "its folder", "reason": "one line"},
     "fresh_start": {"reason": "one line"},

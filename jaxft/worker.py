@@ -126,7 +126,7 @@ class Worker:
             state, ending = self._train(parts)
             if ending is Ending.FINISHED:
                 # A stop has waited already, as long as there was time.
-                parts.manager.close()
+                self._close_manager(parts)
         except (Exception, SystemExit) as error:
             step = self._loop.step if self._loop else -1
             fault = fault_of(error, step=step)
@@ -173,7 +173,7 @@ class Worker:
 
     def _check_beginning(self, root: str) -> None:
         """Refuses a run that could neither go on nor begin."""
-        on_mirror = mirrored.list_steps(self._config.checkpoint.mirror)
+        on_mirror = mirrored.list_steps(self._config.checkpoint.mirror, root=root)
         mode = self._config.resume.mode
         if mode is ResumeMode.REQUIRED and not on_mirror:
             raise ConfigError(
@@ -323,6 +323,14 @@ class Worker:
         # Alone, a process may leave by itself; several must agree in a step.
         if self._loop and jax.process_count() == 1 and self._stops.poll() is not None:
             raise StopWhileWaiting
+
+    def _close_manager(self, parts: Parts) -> None:
+        """Lets the mirror have the last steps, for as long as a stop leaves time."""
+        if self._config.checkpoint.mirror:
+            self._log("phase", name="mirror")
+        parts.manager.close(
+            may_wait=lambda: self._stops.deadline_secs() != 0 and not self._stops.urgent
+        )
 
     def _finish_save(self, parts: Parts | None) -> None:
         """Lets a save in flight end well although the run does not."""

@@ -22,6 +22,7 @@ import os
 import pathlib
 import re
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from jaxft import records
@@ -112,9 +113,38 @@ def read(root: str | os.PathLike[str]) -> Decisions:
         FaultError: kind CONFIG: one cannot be read or understood; to pass over it
             could bring back what was rolled back.
     """
-    rollbacks, pins = [], []
+    return parse(texts(root), folder=os.path.join(root, FOLDER))
+
+
+def texts(root: str | os.PathLike[str]) -> dict[str, bytes]:
+    """File name -> content of all decisions about `root`, in order.
+
+    Raises:
+        FaultError: kind CONFIG: one cannot be read.
+    """
+    found = {}
     for path in _files(root):
-        body = _read_file(path)
+        try:
+            found[path.name] = path.read_bytes()
+        except OSError as error:
+            raise layout.unreadable(path, str(error.strerror)) from error
+    return found
+
+
+def parse(copies: Mapping[str, bytes], *, folder: str) -> Decisions:
+    """What `texts` gave, understood.
+
+    Args:
+        copies: file name -> content.
+        folder: where the files are, for errors.
+
+    Raises:
+        FaultError: see `read`.
+    """
+    rollbacks, pins = [], []
+    for name, text in sorted(copies.items(), key=lambda item: _number(item[0])):
+        path = os.path.join(folder, name)
+        body = _decode(text, path=path)
         try:
             if body["kind"] == "pin":
                 pins.append(_pin(body))
@@ -236,6 +266,29 @@ def pin(root: str | os.PathLike[str], step: int, *, reason: str) -> Pin:
     return one
 
 
+def adopt(root: str | os.PathLike[str], copies: Mapping[str, bytes]) -> None:
+    """Brings back, durably, decisions that a copy of this very root has kept.
+
+    Args:
+        root: the checkpoint root.
+        copies: file name -> content; see `texts`.
+
+    Raises:
+        FaultError: kind CONFIG: something else was decided here, or one of them is
+            damaged.
+        OSError: one could not be written.
+    """
+    folder = os.path.join(layout.absolute_root(root), FOLDER)
+    parse(copies, folder=folder)
+    there = texts(root)
+    for name, text in copies.items():
+        path = os.path.join(folder, name)
+        if name not in there:
+            write_once(path, text)
+        elif there[name] != text:
+            raise _unusable(path, "its copy says something else")
+
+
 def finish(
     root: str | os.PathLike[str], *, emit: records.Emit = records.ignore_event
 ) -> None:
@@ -265,17 +318,18 @@ def _files(root: str | os.PathLike[str]) -> list[pathlib.Path]:
         return []
     except OSError as error:
         raise layout.unreadable(folder, str(error.strerror)) from error
-    numbers = sorted(
-        int(match[1]) for name in names if (match := _NAME.fullmatch(name))
-    )
+    numbers = sorted(filter(None, map(_number, names)))
     return [folder / f"{number}.json" for number in numbers]
 
 
-def _read_file(path: pathlib.Path) -> dict[str, Any]:
+def _number(name: str) -> int:
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else 0
+
+
+def _decode(text: bytes, *, path: str) -> dict[str, Any]:
     try:
-        body = json.loads(path.read_bytes())
-    except OSError as error:
-        raise layout.unreadable(path, str(error.strerror)) from error
+        body = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise _unusable(path, f"damaged: {error}") from error
     form = body.get("format") if isinstance(body, dict) else None
@@ -298,21 +352,31 @@ def _digest(body: dict[str, Any]) -> str:
 
 def _write(root: str, body: dict[str, Any]) -> None:
     """Adds one decision: whole or not at all, and never over another one."""
-    folder = os.path.join(root, FOLDER)
-    layout.make_root(folder)
     body = {"format": {"name": FORMAT_NAME, "version": FORMAT_VERSION}} | body
     # Through JSON once, so that the digest is of what a reader gets.
     body = json.loads(json.dumps(body))
     text = json.dumps(body | {"sha256": _digest(body)}, indent=1) + "\n"
+    taken = [int(path.stem) for path in _files(root)]
+    name = f"{max(taken, default=0) + 1}.json"
+    write_once(os.path.join(root, FOLDER, name), text.encode())
+
+
+def write_once(final: str, text: bytes) -> None:
+    """Writes a decision that was made elsewhere, durably.
+
+    Raises:
+        FileExistsError: there is a file of that name.
+        OSError: it could not be written.
+    """
+    folder = os.path.dirname(final)
+    layout.make_root(folder)
     for leftover in pathlib.Path(folder).glob(".new-*"):
         leftover.unlink(missing_ok=True)
     temporary = os.path.join(folder, f".new-{os.getpid()}")
-    with open(temporary, "x") as file:
+    with open(temporary, "xb") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    taken = [int(path.stem) for path in _files(root)]
-    final = os.path.join(folder, f"{max(taken, default=0) + 1}.json")
     if os.path.lexists(final):
         raise FileExistsError(f"{final} is there: somebody else decides here, too")
     os.rename(temporary, final)

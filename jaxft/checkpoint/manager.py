@@ -144,8 +144,9 @@ class CheckpointManager:
         self._planner = SavePlanner(
             self.root, self._options, timeout_secs=timeout_secs, emit=emit
         )
-        self._mirror = mirrored.make_mirror(mirror, rate=mirror_rate, emit=emit)
-        self._mirror_address = mirror
+        self._mirror = mirrored.make_mirror(
+            mirror, rate=mirror_rate, keep=self._keep_policy, emit=emit
+        )
         if self._mirror is not None:
             self._planner.pins.mirror = self._mirror
         self._timeline = 0
@@ -374,7 +375,7 @@ class CheckpointManager:
             restored = try_root()
         else:
             restored = mirrored.restore_through(
-                self._mirror_address, self.root, restore=try_root, emit=self._emit
+                self._mirror, self.root, restore=try_root, emit=self._emit
             )
         self._planner.forget()
         if jax.process_index() == 0:
@@ -404,6 +405,8 @@ class CheckpointManager:
                 self.root, to=to, reason=reason, skip=skip, emit=self._emit
             )
         self._planner.forget()
+        if self._mirror is not None and jax.process_index() == 0:
+            self._mirror.offer(layout.step_path(self.root, to))
         self._saves.set_last_committed(to)
         self._last_step, self._last_secs = to, self._timer()
 
@@ -461,16 +464,17 @@ class CheckpointManager:
         except records.FaultError as error:
             logging.error("%s", error)
 
-    def close(self) -> None:
+    def close(self, *, may_wait: Callable[[], bool] = lambda: True) -> None:
         """Waits and raises like `wait`; call it at the end of the run.
 
-        What goes to the mirror is waited for, too, and never raises.
+        What goes to the mirror is waited for, too, as long as `may_wait` says so, and
+        never raises.
         """
         try:
             self.wait()
         finally:
             if self._mirror is not None:
-                self._mirror.close(self._timeout_secs)
+                self._mirror.close(self._timeout_secs, may_wait=may_wait)
 
     def __enter__(self) -> CheckpointManager:
         return self

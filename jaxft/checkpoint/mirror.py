@@ -1,92 +1,55 @@
-"""Copies committed steps to a second place in the background, and brings them back.
+"""Copies committed steps to a second place in the background.
 
-World: host-only. Floor: above `mirror_folder` and `mirror_objects`. Read
-`jaxft/checkpoint/mirror_mark.py` before.
+World: host-only. Floor: above `mirror_place`. Read `jaxft/checkpoint/mirror_place.py`
+before and `jaxft/checkpoint/mirror_fetch.py` after.
 
 After every commit the newest step that is not on the mirror yet is copied, then what
 else the root has, the newest first, so that a slow mirror has the step that counts.
-What the root no longer keeps goes once something newer of the same root is there.
-Nothing here stops a run: a failure is an event, and the next commit tries again.
-
-A mirror may serve several roots: each has an identity, `<root>/mirror-id`, and only
-steps that carry it are replaced or deleted. A root that is begun from the mirror goes
-on as the one that wrote the step.
+Before them goes what was decided about the root: a step that a rollback took out is
+neither copied nor kept. What the root once had and no longer keeps goes once something
+newer of the same root is there. Steps that the root never had, or that went bad in
+it, stay as long as the keep policy wants them. Nothing here stops a run: a failure
+is an event, and the next commit tries again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import itertools
-import operator
 import os
-import pathlib
 import re
-import shutil
 import threading
 import time
-import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from jaxft import records
 from jaxft.checkpoint import (
     array_store,
+    decisions,
     layout,
     mirror_folder,
     mirror_mark,
-    mirror_objects,
+    mirror_place,
+    policies,
     stored_tree,
 )
 
-Target = mirror_folder.FolderTarget | mirror_objects.ObjectTarget
-Marks = Mapping[int, mirror_mark.Mark | None]
-
-_ID_FILE = "mirror-id"
-_ID = re.compile(r"[0-9a-f]{32}")
-_ABANDONED = re.compile(r"(\d+)\.abandoned-t\d+")
-_FETCHING = f"{layout.TMP_MARK}-fetch"
-
-
-def open_target(target: str, *, timeout_secs: float) -> Target:
-    """The place that an address names.
-
-    Args:
-        target: a folder, `file://...`, `s3://bucket/prefix` or `gs://bucket/prefix`;
-            see `mirror_objects.ObjectStore` for stores that need an endpoint.
-        timeout_secs: deadline of each request to an object store.
-
-    Raises:
-        ValueError: it names no place.
-        MirrorError: the store cannot be opened.
-    """
-    check_target(target)
-    if "://" in target and not target.startswith("file://"):
-        return mirror_objects.ObjectTarget(target, timeout_secs=timeout_secs)
-    return mirror_folder.FolderTarget(target.removeprefix("file://"))
-
-
-def check_target(target: str) -> None:
-    """Refuses an address that names no place; looks at nothing but the text.
-
-    Raises:
-        ValueError: it says what is wrong.
-    """
-    scheme, separator, rest = target.partition("://")
-    schemes = ["file", *mirror_objects.DRIVERS]
-    is_misspelt = not separator and re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", target)
-    if not target or is_misspelt or (separator and (scheme not in schemes or not rest)):
-        known = ", ".join(f"{name}://" for name in schemes)
-        raise ValueError(f"mirror {target!r} is no folder and no address of {known}")
+_QUARANTINED = re.compile(r"(\d+)\.quarantined-\d+")
+# How often somebody who waits is asked whether to go on.
+_POLL_SECS = 0.1
 
 
 class Mirror:
     """Keeps a second copy of the steps of a root.
 
     Args:
-        target: where to; see `open_target`.
+        target: where to; see `mirror_place.open_target`.
         bytes_per_sec: most of what is sent; 0 for no bound.
+        keep: what stays of the steps that the root never had; None for all of them.
         emit: told of copies, deletions and failures, from another thread.
         timeout_secs: deadline of each request to an object store.
+
+    Attributes:
+        address: where to.
 
     Raises:
         ValueError: `target` names no place.
@@ -97,25 +60,26 @@ class Mirror:
         target: str,
         *,
         bytes_per_sec: float = 0.0,
+        keep: records.KeepPolicy | None = None,
         emit: records.Emit = records.ignore_event,
         timeout_secs: float = 60.0,
     ):
-        check_target(target)
-        self._address = target
+        mirror_place.check_target(target)
+        self.address = target
         self._timeout_secs = timeout_secs
+        self._keep = keep
         self._emit = emit
         self._stop = threading.Event()
         self._pace = mirror_mark.Pace(bytes_per_sec, self._stop)
-        self._wake = threading.Event()
-        self._closing = False
         self._root = ""
-        self._target: Target | None = None
+        self._target: mirror_place.Target | None = None
+        self._told: dict[str, bytes] = {}
         self._refused: set[tuple[int, str]] = set()
         self._busy = -1
-        # A daemon: a place that never answers must not keep the process alive.
-        self._thread = threading.Thread(
-            target=self._run, name="jaxft-mirror", daemon=True
-        )
+        # Guards the two below.
+        self._lock = threading.Lock()
+        self._is_wanted = False
+        self._thread: threading.Thread | None = None
 
     @property
     def busy_step(self) -> int:
@@ -128,62 +92,82 @@ class Mirror:
         Args:
             step_path: the step's folder.
         """
-        self._root = os.path.dirname(os.path.abspath(step_path))
-        if not self._thread.ident:
-            self._thread.start()
-        self._wake.set()
+        with self._lock:
+            self._root = os.path.dirname(os.path.abspath(step_path))
+            self._is_wanted = True
+            self._stop.clear()
+            if self._thread is None:
+                # It ends when there is nothing more to do. A daemon: a place that
+                # never answers must not keep the process alive.
+                self._thread = threading.Thread(
+                    target=self._run, name="jaxft-mirror", daemon=True
+                )
+                self._thread.start()
 
-    def close(self, timeout_secs: float = 60.0) -> bool:
+    def close(
+        self,
+        timeout_secs: float = 60.0,
+        *,
+        may_wait: Callable[[], bool] = lambda: True,
+    ) -> bool:
         """Lets the copies finish that were asked for, or stops them at the deadline.
+
+        A later `offer` begins anew.
+
+        Args:
+            timeout_secs: when to stop them.
+            may_wait: asked all the time; False stops them at once.
 
         Returns:
             Whether they are over; what failed was an event.
         """
-        if not self._thread.ident:
-            return True
-        self._closing = True
-        self._wake.set()
-        self._thread.join(timeout_secs)
-        if not self._thread.is_alive():
-            return True
-        self._fail(self._busy, f"it was not over within {timeout_secs:g} s at the end")
-        self._stop.set()
+        start = time.monotonic()
+        while (thread := self._thread) is not None:
+            left_secs = start + timeout_secs - time.monotonic()
+            if left_secs <= 0 or not may_wait():
+                break
+            thread.join(min(_POLL_SECS, left_secs))
+        with self._lock:
+            if self._thread is None:
+                return True
+            self._is_wanted = False
+            self._stop.set()
+        secs = min(time.monotonic() - start, timeout_secs)
+        self._fail(self._busy, f"it was not over within {secs:.3g} s at the end")
         return False
 
     def _run(self) -> None:
-        while not self._stop.is_set():
-            self._wake.wait()
-            self._wake.clear()
-            is_last = self._closing
+        while self._has_more():
             with contextlib.suppress(mirror_mark.CopyStoppedError):
                 try:
                     self._copy_all()
                 except Exception as error:  # None of them is worth a run.
                     self._fail(self._busy, mirror_mark.first_line(error))
             self._busy = -1
-            if is_last:
-                return
+
+    def _has_more(self) -> bool:
+        """Whether another pass was asked for; otherwise the thread is over."""
+        with self._lock:
+            if not self._is_wanted:
+                self._thread = None
+            is_wanted, self._is_wanted = self._is_wanted, False
+            return is_wanted
 
     def _fail(self, step: int, reason: str) -> None:
-        self._emit("mirror_failed", step=step, target=self._address, reason=reason)
+        self._emit("mirror_failed", step=step, target=self.address, reason=reason)
 
     def _copy_all(self) -> None:
         """One pass: until the root has nothing that the mirror lacks."""
-        owner = _root_id(self._root)
+        identity = mirror_place.identify(self._root)
+        owner = identity.owner
         if self._target is None:
-            target = open_target(self._address, timeout_secs=self._timeout_secs)
-            if isinstance(
-                target, mirror_folder.FolderTarget
-            ) and mirror_folder.is_same_folder(target, self._root):
-                raise mirror_mark.MirrorError(
-                    f"{target.where} is the checkpoint root itself: use another place"
-                )
-            target.sweep(owner, marks=target.marks())
-            self._target = target
+            self._target = self._open(owner)
         refused: set[int] = set()
         while True:
             self._busy = -1
-            found = layout.discover(self._root)
+            found = decisions.discover(self._root)
+            # Read after the steps: what took any of them out is among them.
+            decided = self._send_decisions(owner)
             marks = self._target.marks()
             step = _next_step(found, marks=marks, refused=refused)
             if step is None:
@@ -197,7 +181,39 @@ class Mirror:
                     raise
                 refused.add(step)
                 self._refuse(step, mirror_mark.first_line(error))
-        self._retire(found, owner=owner, marks=marks)
+        self._retire(found, decided=decided, identity=identity, marks=marks)
+
+    def _open(self, owner: str) -> mirror_place.Target:
+        """The place, where nothing is left of what was interrupted."""
+        target = mirror_place.open_target(self.address, timeout_secs=self._timeout_secs)
+        if isinstance(
+            target, mirror_folder.FolderTarget
+        ) and mirror_folder.is_same_folder(target, self._root):
+            raise mirror_mark.MirrorError(
+                f"{target.where} is the checkpoint root itself: use another place"
+            )
+        target.sweep(owner, marks=target.marks())
+        self._told = target.decisions(owner)
+        return target
+
+    def _send_decisions(self, owner: str) -> decisions.Decisions:
+        """Copies what was decided about the root; gives it back."""
+        assert self._target is not None
+        texts = decisions.texts(self._root)
+        decided = decisions.parse(
+            texts, folder=os.path.join(self._root, decisions.FOLDER)
+        )
+        for name, text in texts.items():
+            there = self._told.get(name)
+            if there is None:
+                self._target.add_decision(name, text, owner=owner)
+                self._told[name] = text
+            elif there != text:
+                raise mirror_mark.MirrorError(
+                    f"{self._target.where} has another {decisions.FOLDER}/{name} than "
+                    "the root: use another place"
+                )
+        return decided
 
     def _refuse(self, step: int, reason: str) -> None:
         """Says once what is wrong with a step of the root."""
@@ -205,7 +221,7 @@ class Mirror:
             self._refused.add((step, reason))
             self._fail(step, reason)
 
-    def _copy(self, step: int, *, owner: str, marks: Marks) -> None:
+    def _copy(self, step: int, *, owner: str, marks: mirror_place.Marks) -> None:
         assert self._target is not None
         start = time.monotonic()
         self._busy = step
@@ -228,34 +244,82 @@ class Mirror:
         self._emit(
             "mirror_commit",
             step=step,
-            target=self._address,
+            target=self.address,
             secs=time.monotonic() - start,
             num_bytes=num_bytes,
             num_shared_bytes=total - num_bytes,
         )
 
-    def _retire(self, found: layout.Discovery, *, owner: str, marks: Marks) -> None:
+    def _retire(
+        self,
+        found: layout.Discovery,
+        *,
+        decided: decisions.Decisions,
+        identity: mirror_place.Identity,
+        marks: mirror_place.Marks,
+    ) -> None:
         """Deletes what the root no longer keeps and something newer stands for."""
         assert self._target is not None
         mirrored = [
             info.step for info in found.committed if _is_copy(info, marks=marks)
         ]
-        abandoned = {
-            int(match[1])
-            for path in found.set_aside
-            if (match := _ABANDONED.fullmatch(os.path.basename(path)))
+        if not mirrored:
+            return
+        gone = {
+            step: mark
+            for step, mark in mirror_place.owned(marks, identity.owner).items()
+            if step not in found.steps and step not in decided.pinned
         }
-        for step, mark in list(marks.items()):
-            if mark is None or mark.source != owner or step in found.steps:
-                continue
-            if mirrored and (step < max(mirrored) or step in abandoned):
-                self._target.remove(step, marks=marks)
-                marks = {other: marks[other] for other in marks if other != step}
-                self._emit("mirror_deleted", step=step, target=self._address)
+        abandoned = {
+            step
+            for step, mark in gone.items()
+            if decided.is_abandoned(step, timeline=mark.timeline)
+        }
+        # To what it never had, and to what it lost to damage, the root is no guide.
+        guideless = identity.inherited | _quarantined(found)
+        let_go = {step for step in gone if step < max(mirrored)} - guideless
+        others = {step: gone[step] for step in gone.keys() - abandoned - let_go}
+        let_go |= self._dropped(found.committed, marks=marks, others=others)
+        for step in sorted(abandoned | let_go):
+            self._target.remove(step, marks=marks)
+            marks = {other: marks[other] for other in marks if other != step}
+            self._emit("mirror_deleted", step=step, target=self.address)
+
+    def _dropped(
+        self,
+        committed: Iterable[records.CheckpointInfo],
+        *,
+        marks: mirror_place.Marks,
+        others: Mapping[int, mirror_mark.Mark],
+    ) -> set[int]:
+        """Which of `others` the keep policy drops, beside what the root has."""
+        if self._keep is None:
+            return set()
+        infos = {info.step: info for info in committed}
+        for step, mark in [*marks.items(), *others.items()]:
+            if mark is not None and (step in infos or step in others):
+                path = infos[step].path if step in infos else ""
+                infos[step] = records.CheckpointInfo(
+                    step=step,
+                    path=path,
+                    commit_secs=0.0,
+                    metrics=dict(mark.metrics),
+                    healthy=mark.healthy,
+                )
+        ordered = [infos[step] for step in sorted(infos)]
+        dropped = policies.plan_deletions(ordered, keep=self._keep)
+        return {info.step for info in dropped} & others.keys()
+
+
+def _quarantined(found: layout.Discovery) -> frozenset[int]:
+    """Labels of the steps that were damaged in the root."""
+    names = map(os.path.basename, found.set_aside)
+    matches = map(_QUARANTINED.fullmatch, names)
+    return frozenset(int(match[1]) for match in matches if match)
 
 
 def _next_step(
-    found: layout.Discovery, *, marks: Marks, refused: set[int]
+    found: layout.Discovery, *, marks: mirror_place.Marks, refused: set[int]
 ) -> int | None:
     """The newest step of the root that the mirror lacks."""
     for info in reversed(found.committed):
@@ -264,7 +328,7 @@ def _next_step(
     return None
 
 
-def _is_copy(info: records.CheckpointInfo, *, marks: Marks) -> bool:
+def _is_copy(info: records.CheckpointInfo, *, marks: mirror_place.Marks) -> bool:
     """Whether the mirror has this very step."""
     mark = marks.get(info.step)
     try:
@@ -299,159 +363,3 @@ def _prove_chunks(
                     pace.spend(0)
     except stored_tree.ArrayError as error:
         raise mirror_mark.SourceError(str(error)) from error
-
-
-def _root_id(root: str) -> str:
-    """The identity of a root, made when it is asked for first."""
-    file = pathlib.Path(root, _ID_FILE)
-    with contextlib.suppress(FileNotFoundError):
-        text = file.read_text().strip()
-        if _ID.fullmatch(text):
-            return text
-    return _write_id(root, uuid.uuid4().hex)
-
-
-def _write_id(root: str, text: str) -> str:
-    new = pathlib.Path(root, f"{_ID_FILE}.new")
-    new.write_text(f"{text}\n")
-    os.rename(new, pathlib.Path(root, _ID_FILE))
-    layout.sync_folder(root)
-    return text
-
-
-# --- bringing steps back ------------------------------------------------------
-
-
-def list_steps(
-    target: str, *, healthy_only: bool = False, timeout_secs: float = 60.0
-) -> list[int]:
-    """The steps on a mirror, ascending.
-
-    Args:
-        target: the mirror; see `open_target`.
-        healthy_only: leaves out those that are no resume points.
-        timeout_secs: deadline of each request to an object store.
-
-    Raises:
-        ValueError: `target` names no place.
-        MirrorError: the store fails or does not answer.
-        OSError: the folder cannot be read.
-    """
-    marks = open_target(target, timeout_secs=timeout_secs).marks()
-    return _steps(marks, healthy_only=healthy_only)
-
-
-def _steps(marks: Marks, *, healthy_only: bool) -> list[int]:
-    return sorted(
-        step
-        for step, mark in marks.items()
-        if mark is not None and (mark.healthy or not healthy_only)
-    )
-
-
-def fetch(
-    target: str,
-    step: int | None = None,
-    *,
-    into: str | os.PathLike[str],
-    timeout_secs: float = 60.0,
-    emit: records.Emit = records.ignore_event,
-) -> str:
-    """Copies one step from a mirror into a root, every file proven, by one rename.
-
-    Args:
-        target: the mirror; see `open_target`.
-        step: this one, never replaced by another; None for the newest that may be
-            resumed and comes back whole.
-        into: the checkpoint root; it need not exist.
-        timeout_secs: deadline of each request to an object store.
-        emit: told of the fetch, and of steps that do not come back.
-
-    Returns:
-        The step's folder.
-
-    Raises:
-        FaultError: kind NO_CHECKPOINT: the mirror has no such step, or none that is
-            whole.
-        FileExistsError: the root has a step of that label.
-        ValueError: `target` names no place.
-        MirrorError: the store fails or does not answer.
-        OSError: a folder cannot be read or written.
-    """
-    place = open_target(target, timeout_secs=timeout_secs)
-    marks = place.marks()
-    there = _steps(marks, healthy_only=step is None)
-    if step is not None and step not in there:
-        listed = ", ".join(map(str, there)) or "none"
-        raise _no_checkpoint(f"step {step} is not on {place.where}; there: {listed}")
-    reasons = []
-    for label in [step] if step is not None else reversed(there):
-        mark = marks[label]
-        assert mark is not None
-        start = time.monotonic()
-        reason, path = _fetch(place, mark, root=layout.absolute_root(into))
-        if reason:
-            emit("mirror_failed", step=label, target=target, reason=reason)
-            reasons.append(f"step {label}: {reason}")
-            continue
-        num_bytes = sum(file.num_bytes for file in mark.files.values())
-        secs = time.monotonic() - start
-        emit("mirror_fetch", step=label, path=path, secs=secs, num_bytes=num_bytes)
-        return path
-    text = "\n  ".join([f"no step on {place.where} comes back", *reasons])
-    raise _no_checkpoint(text)
-
-
-def _no_checkpoint(text: str) -> records.FaultError:
-    return records.FaultError(
-        records.Fault(kind=records.FaultKind.NO_CHECKPOINT, evidence=text)
-    )
-
-
-def _fetch(place: Target, mark: mirror_mark.Mark, *, root: str) -> tuple[str, str]:
-    """Why a step on the mirror is damaged, or empty and where it is now."""
-    path = layout.step_path(root, mark.step)
-    if os.path.lexists(path):
-        raise FileExistsError(f"{path} is there already: move it away to fetch it")
-    layout.make_root(root)
-    is_new = not layout.discover(root).committed
-    copy = f"{path}{_FETCHING}"
-    with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(copy)
-    try:
-        _write_all(copy, mark, place.read(mark))
-    except mirror_mark.DamageError as error:
-        shutil.rmtree(copy)
-        return str(error), ""
-    for folder, _, _ in os.walk(copy, topdown=False):
-        layout.sync_folder(folder)
-    if is_new and not os.path.lexists(os.path.join(root, _ID_FILE)):
-        _write_id(root, mark.source)
-    os.rename(copy, path)
-    layout.sync_folder(root)
-    return "", path
-
-
-def _write_all(
-    copy: str, mark: mirror_mark.Mark, pieces: Iterable[tuple[str, bytes]]
-) -> None:
-    """Writes the files of a step, each proven before the next.
-
-    Raises:
-        DamageError: a file is not what the mark says.
-        OSError: it cannot be written.
-    """
-    os.mkdir(copy)
-    for name, group in itertools.groupby(pieces, key=operator.itemgetter(0)):
-        path = os.path.join(copy, name)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        digest = hashlib.sha256()
-        with open(path, "xb") as file:
-            for _, piece in group:
-                file.write(piece)
-                digest.update(piece)
-            file.flush()
-            os.fchmod(file.fileno(), 0o444)
-            os.fsync(file.fileno())
-        if digest.hexdigest() != mark.files[name].sha256:
-            raise mirror_mark.DamageError(f"{name} has changed since it was sent")

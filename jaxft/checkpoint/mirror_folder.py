@@ -18,7 +18,7 @@ import shutil
 import stat
 from collections.abc import Iterator, Mapping
 
-from jaxft.checkpoint import layout, mirror_mark
+from jaxft.checkpoint import decisions, layout, mirror_mark
 
 # Followed by the identity of the root whose mirror is at work.
 _COPYING = f"{layout.TMP_MARK}-mirror-"
@@ -34,6 +34,8 @@ class FolderTarget:
 
     def __init__(self, root: str):
         self.where = os.path.abspath(os.path.expanduser(root))
+        # A mark lists thousands of files: each is read once. Step -> (stat, mark).
+        self._marks: dict[int, tuple[tuple[int, ...], mirror_mark.Mark | None]] = {}
 
     def marks(self) -> dict[int, mirror_mark.Mark | None]:
         """Step -> its mark; None where a step is there and nobody can tell whose.
@@ -41,14 +43,54 @@ class FolderTarget:
         Raises:
             OSError: the folder cannot be read.
         """
-        found: dict[int, mirror_mark.Mark | None] = {}
+        found = {}
         for step in layout.discover(self.where).steps:
             file = pathlib.Path(self._step_path(step), mirror_mark.MARK_FILE)
-            found[step] = None
-            with contextlib.suppress(FileNotFoundError, mirror_mark.MirrorError):
-                mark = mirror_mark.decode(file.read_bytes(), source=str(file))
-                found[step] = mark if mark.step == step else None
-        return found
+            stat: tuple[int, ...] = ()
+            with contextlib.suppress(FileNotFoundError):
+                told = file.stat()
+                stat = (told.st_ino, told.st_mtime_ns, told.st_size)
+            known = self._marks.get(step)
+            if known is None or known[0] != stat:
+                known = stat, _read_mark(file, step=step)
+            found[step] = known
+        self._marks = found
+        return {step: mark for step, (_, mark) in found.items()}
+
+    def decisions(self, owner: str) -> dict[str, bytes]:
+        """What was decided about a root: file name -> content.
+
+        Raises:
+            FaultError: kind CONFIG: they cannot be read.
+        """
+        return decisions.texts(self._decided(owner))
+
+    def add_decision(self, name: str, text: bytes, *, owner: str) -> None:
+        """Keeps a decision, durably; also as one about the mirror, if that is free.
+
+        So the mirror of one root is a root that knows what was rolled back.
+
+        Args:
+            name: of its file.
+            text: what that holds.
+            owner: identity of the root that it is about.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        path = os.path.join(self._decided(owner), decisions.FOLDER, name)
+        decisions.write_once(path, text)
+        if any(mark is None or mark.source != owner for mark in self.marks().values()):
+            return
+        own = os.path.join(self.where, decisions.FOLDER)
+        with contextlib.suppress(FileExistsError):
+            layout.make_root(own)
+            os.link(path, os.path.join(own, name))
+            layout.sync_folder(own)
+
+    def _decided(self, owner: str) -> str:
+        """Where the decisions about a root are kept."""
+        return os.path.join(self.where, mirror_mark.DECIDED, owner)
 
     def add(
         self,
@@ -150,6 +192,13 @@ class FolderTarget:
 
     def _step_path(self, step: int) -> str:
         return layout.step_path(self.where, step)
+
+
+def _read_mark(file: pathlib.Path, *, step: int) -> mirror_mark.Mark | None:
+    with contextlib.suppress(FileNotFoundError, mirror_mark.MirrorError):
+        mark = mirror_mark.decode(file.read_bytes(), source=str(file))
+        return mark if mark.step == step else None
+    return None
 
 
 def _copy(origin: str, path: str, *, pace: mirror_mark.Pace) -> str:

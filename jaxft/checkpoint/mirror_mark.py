@@ -14,6 +14,7 @@ wrote is there twice on the mirror too, equal or not.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -28,8 +29,12 @@ FORMAT_NAME = "jaxft-mirror"
 FORMAT_VERSION = 1
 
 MARK_FILE = "COMMIT"
+# On the mirror, a folder for each root: what was decided about it.
+DECIDED = "decided"
 # Nothing is held in larger pieces, whatever the size of the files.
 PIECE_BYTES = 2**25
+
+_MANIFEST = f"{manifest.MANIFEST_ITEM}/{manifest.MANIFEST_FILE}"
 
 
 class MirrorError(Exception):
@@ -79,6 +84,7 @@ class Mark:
         source: identity of the root that wrote it here; nobody else deletes it.
         identity: sha256 of its manifest: equal steps, equal identities.
         files: by path relative to the step.
+        metrics: as in its run record, for the keep policy.
     """
 
     step: int
@@ -87,6 +93,7 @@ class Mark:
     source: str
     identity: str
     files: Mapping[str, MirroredFile]
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 def encode(mark: Mark) -> bytes:
@@ -98,6 +105,7 @@ def encode(mark: Mark) -> bytes:
         "healthy": mark.healthy,
         "source": mark.source,
         "identity": mark.identity,
+        "metrics": dict(mark.metrics),
         "files": {
             path: [file.num_bytes, file.sha256, file.written_at, file.proof]
             for path, file in mark.files.items()
@@ -145,6 +153,7 @@ def decode(data: bytes, *, source: str) -> Mark:
         source=value["source"],
         identity=value["identity"],
         files=files,
+        metrics=value["metrics"],
     )
 
 
@@ -204,6 +213,7 @@ class Source:
         healthy: as in its manifest.
         identity: see `Mark`.
         files: all of them, the manifest last.
+        metrics: see `Mark`.
     """
 
     path: str
@@ -212,6 +222,7 @@ class Source:
     healthy: bool
     identity: str
     files: tuple[SourceFile, ...]
+    metrics: Mapping[str, float]
 
     def mark(self, files: Mapping[str, MirroredFile], *, source: str) -> Mark:
         """The mark of its copy."""
@@ -222,6 +233,7 @@ class Source:
             source=source,
             identity=self.identity,
             files=files,
+            metrics=self.metrics,
         )
 
 
@@ -231,12 +243,20 @@ def identify(step_path: str) -> str:
     Raises:
         OSError: it cannot be read.
     """
-    return manifest.file_sha256(_identity_file(step_path))
+    file = _identity_file(step_path)
+    stat = os.stat(file)
+    return _identify(file, stat.st_ino, stat.st_mtime_ns, stat.st_size)
+
+
+@functools.lru_cache(maxsize=4096)
+def _identify(file: str, *stat: int) -> str:
+    del stat  # Another file under the same name is read anew.
+    return manifest.file_sha256(file)
 
 
 def _identity_file(step_path: str) -> str:
     """Its manifest; of a step that was written without one, its run record."""
-    file = os.path.join(step_path, manifest.MANIFEST_ITEM, manifest.MANIFEST_FILE)
+    file = os.path.join(step_path, _MANIFEST)
     if os.path.lexists(file):
         return file
     return os.path.join(step_path, layout.RUN_ITEM, run_record.RECORD_FILE)
@@ -252,14 +272,15 @@ def describe(step_path: str) -> Source:
     """
     step = int(os.path.basename(step_path))
     try:
-        sizes = _list_files(step_path)
-        if any(path.startswith(f"{manifest.MANIFEST_ITEM}/") for path in sizes):
+        sizes = manifest.list_files(step_path)
+        sizes.pop(MARK_FILE, None)  # The mirror's own.
+        record = run_record.read_record(step_path)
+        timeline, healthy, files = record["timeline"], True, {}
+        if os.path.lexists(os.path.join(step_path, _MANIFEST)):
             proven = manifest.read(step_path)
             timeline, healthy = proven.timeline, proven.healthy
             files = _proven_files(proven, sizes)
-        else:
-            timeline, healthy = run_record.read_record(step_path)["timeline"], True
-            files = {}
+            sizes[_MANIFEST] = os.stat(os.path.join(step_path, _MANIFEST)).st_size
     except (manifest.ManifestError, run_record.RecordError) as error:
         raise SourceError(str(error)) from error
     except FileNotFoundError as error:
@@ -276,22 +297,8 @@ def describe(step_path: str) -> Source:
         healthy=healthy,
         identity=identify(step_path),
         files=(*files.values(), *rest),
+        metrics=record["metrics"],
     )
-
-
-def _list_files(step_path: str) -> dict[str, int]:
-    """Relative path -> length, sorted; without a mark, which is the mirror's own."""
-    sizes = {}
-    for folder, _, names in os.walk(step_path, onerror=_raise):
-        for name in names:
-            file = os.path.join(folder, name)
-            sizes[os.path.relpath(file, step_path)] = os.stat(file).st_size
-    sizes.pop(MARK_FILE, None)
-    return dict(sorted(sizes.items()))
-
-
-def _raise(error: OSError) -> None:
-    raise error
 
 
 def _proven_files(

@@ -4,6 +4,7 @@ World: host-only. Floor: above `array_store` and `mirror_mark`, below `mirror`. 
 `jaxft/checkpoint/mirror_mark.py` before and `jaxft/checkpoint/mirror.py` after.
 
     <step>/COMMIT                                the mark; one write makes the step
+    decided/<source>/<n>.json                    see `jaxft/checkpoint/decisions.py`
     blobs/<source>/<sha256>.<written_at>[.<n>]   the files, and their n-th pieces
 
 Object stores have no links and no rename. So files are stored under what they hold
@@ -152,6 +153,26 @@ class ObjectTarget:
                 self._marks[step] = None
         self._marks = {step: self._marks[step] for step in steps}
         return dict(self._marks)
+
+    def decisions(self, owner: str) -> dict[str, bytes]:
+        """What was decided about a root: file name -> content."""
+        folder = f"{mirror_mark.DECIDED}/{owner}/"
+        keys = self._store.keys(folder, f"{folder}~")
+        return {
+            key.removeprefix(folder): value
+            for key, value in zip(keys, self._store.get(keys), strict=True)
+            if value is not None
+        }
+
+    def add_decision(self, name: str, text: bytes, *, owner: str) -> None:
+        """Keeps a decision.
+
+        Args:
+            name: of its file.
+            text: what that holds.
+            owner: identity of the root that it is about.
+        """
+        self._store.put([(f"{mirror_mark.DECIDED}/{owner}/{name}", text)])
 
     def add(
         self,

@@ -1,7 +1,8 @@
 """A root with a second copy elsewhere: restores from there when it must.
 
 World: device. Floor: above `restore`, below `manager`. Read
-`jaxft/checkpoint/mirror.py` before.
+`jaxft/checkpoint/mirror.py` and
+`jaxft/checkpoint/mirror_fetch.py` before.
 
 A root without a good step is filled from the mirror, step by step from the newest on,
 until one is restored. A mirror that does not answer then is an error: to begin anew
@@ -17,14 +18,18 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxft import config, records
-from jaxft.checkpoint import mirror as mirrors
-from jaxft.checkpoint import options, orbax_io
+from jaxft.checkpoint import mirror_fetch, options, orbax_io
 from jaxft.checkpoint.judge import Restored
 from jaxft.checkpoint.mirror import Mirror
 from jaxft.checkpoint.mirror_mark import MirrorError
 
+# Instead of a step: process 0 could not fetch one, and says why.
+_FAILED = -2
 
-def make_mirror(address: str, *, rate: str, emit: records.Emit) -> Mirror | None:
+
+def make_mirror(
+    address: str, *, rate: str, keep: records.KeepPolicy, emit: records.Emit
+) -> Mirror | None:
     """The mirror of a manager; None for no address.
 
     Raises:
@@ -36,28 +41,33 @@ def make_mirror(address: str, *, rate: str, emit: records.Emit) -> Mirror | None
     if rate:
         num_bytes = options.parse_bytes(rate, path="checkpoint.mirror_rate")
     try:
-        return Mirror(address, bytes_per_sec=num_bytes, emit=emit)
+        return Mirror(address, bytes_per_sec=num_bytes, keep=keep, emit=emit)
     except ValueError as error:
         raise config.ConfigError("checkpoint.mirror", str(error)) from error
 
 
-def list_steps(address: str) -> list[int]:
+def list_steps(address: str, *, root: str = "") -> list[int]:
     """The steps on a mirror that may be resumed; none for no address.
+
+    Args:
+        address: the mirror.
+        root: where to; what was decided about it counts, too.
 
     Raises:
         ConfigError: it does not answer.
+        FaultError: kind CONFIG: what was decided cannot be understood.
     """
     if not address:
         return []
     try:
-        return mirrors.list_steps(address, healthy_only=True)
+        return mirror_fetch.list_steps(address, healthy_only=True, into=root)
     except (MirrorError, OSError) as error:
         problem = f"{address} does not say what it holds: {orbax_io.first_line(error)}"
         raise config.ConfigError("checkpoint.mirror", problem) from error
 
 
 def restore_through(
-    address: str,
+    mirror: Mirror,
     root: str,
     *,
     restore: Callable[[], Restored | None],
@@ -66,7 +76,7 @@ def restore_through(
     """Restores from the root, and where that has nothing good, from the mirror.
 
     Args:
-        address: the mirror.
+        mirror: of the root; where a step is to be fetched, its copies end first.
         root: the checkpoint root.
         restore: restores from the root alone.
         emit: told of what is fetched.
@@ -86,7 +96,7 @@ def restore_through(
             failure, restored = error, None
         if restored is not None:
             return restored
-        step = _fetch_next(address, root, tried=tried, emit=emit)
+        step = _fetch_next(mirror, root, tried=tried, emit=emit)
         if step < 0:
             if failure is not None:
                 raise failure
@@ -94,26 +104,39 @@ def restore_through(
         tried.add(step)
 
 
-def _fetch_next(address: str, root: str, *, tried: set[int], emit: records.Emit) -> int:
+def _fetch_next(
+    mirror: Mirror, root: str, *, tried: set[int], emit: records.Emit
+) -> int:
     """Fetches the newest step that was not tried yet; -1 when there is none.
 
-    The primary process does so, and tells the others.
+    The primary process does so, and tells the others, also that it could not.
     """
-    step = -1
-    if jax.process_index() == 0:
-        step = _fetch(address, root, tried=tried, emit=emit)
-    if jax.process_count() > 1:
+    if jax.process_count() == 1:
+        return _fetch(mirror, root, tried=tried, emit=emit)
+    step = _FAILED
+    try:
+        if jax.process_index() == 0:
+            step = _fetch(mirror, root, tried=tried, emit=emit)
+    finally:
+        # Nobody waits for a primary that has failed; its own error goes on from here.
         step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
+    if step == _FAILED:
+        problem = f"process 0 could not fetch from {mirror.address}; its log says why"
+        raise config.ConfigError("checkpoint.mirror", problem)
     return step
 
 
-def _fetch(address: str, root: str, *, tried: set[int], emit: records.Emit) -> int:
-    for step in reversed(list_steps(address)):
+def _fetch(mirror: Mirror, root: str, *, tried: set[int], emit: records.Emit) -> int:
+    mirror.close()
+    address = mirror.address
+    for step in reversed(list_steps(address, root=root)):
         if step in tried:
             continue
         try:
-            mirrors.fetch(address, step, into=root, emit=emit)
-        except records.FaultError:
+            mirror_fetch.fetch(address, step, into=root, emit=emit)
+        except records.FaultError as error:
+            if error.fault.kind is not records.FaultKind.NO_CHECKPOINT:
+                raise
             tried.add(step)  # It does not come back whole; its event says why.
             continue
         except (MirrorError, OSError) as error:

@@ -66,6 +66,7 @@ class Root:
         links: dict[str, int] | None = None,
         timeline: int = 0,
         healthy: bool = True,
+        metrics: dict[str, float] | None = None,
         **leaves: np.ndarray,
     ) -> str:
         """Commits a step; `links` are leaf -> the step whose files it shares."""
@@ -101,8 +102,9 @@ class Root:
         specs = {
             n: str(run_record.LeafSpec(kind, *type_)) for n, type_ in types.items()
         }
-        record = run_record.make_record(step, time_secs=0.0, state=specs)
-        record["timeline"] = timeline
+        record = run_record.make_record(
+            step, time_secs=0.0, state=specs, timeline=timeline, metrics=metrics
+        )
         file = made / layout.RUN_ITEM / run_record.RECORD_FILE
         file.write_text(json.dumps(record))
         entries = {

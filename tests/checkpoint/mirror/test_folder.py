@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxft import records
-from jaxft.checkpoint import layout, manifest, mirror
+from jaxft.checkpoint import decisions, layout, manifest, mirror, mirror_fetch
 
 ROOT = pathlib.Path(__file__).parents[3]
 A, B = np.arange(1000, dtype=np.float32), np.ones((4, 6), np.int32)
@@ -27,9 +27,9 @@ def test_a_step_arrives_whole_and_comes_back(root, target, sync, events, same_fi
     sync(target)
     assert same_files(step, target / "10")
     assert events.of("mirror_commit")[0]["step"] == 10
-    assert mirror.list_steps(str(target)) == [10]
+    assert mirror_fetch.list_steps(str(target)) == [10]
     new = root.path.parent / "new"
-    path = mirror.fetch(str(target), into=new, emit=events)
+    path = mirror_fetch.fetch(str(target), into=new, emit=events)
     assert path == str(new / "10")
     assert same_files(step, path)
     assert not manifest.check_files(path, manifest.read(path), full=True)
@@ -65,10 +65,13 @@ def test_what_the_root_drops_goes_after_its_successor_is_there(
     (root.path / "10").rename(root.path / "gone")
     (root.path / "20").rename(root.path / "gone-too")
     sync(target)
-    assert mirror.list_steps(str(target)) == [10, 20]  # nothing newer stands for them
+    assert mirror_fetch.list_steps(str(target)) == [
+        10,
+        20,
+    ]  # nothing newer stands for them
     root.add(30, a=A + 1)
     sync(target)
-    assert mirror.list_steps(str(target)) == [30]
+    assert mirror_fetch.list_steps(str(target)) == [30]
     assert [event["step"] for event in events.of("mirror_deleted")] == [10, 20]
     kinds = [kind for kind, _ in events.all]
     assert kinds.index("mirror_deleted") > len(kinds) - 1 - kinds[::-1].index(
@@ -82,12 +85,20 @@ def test_a_quarantined_step_stays_on_the_mirror_and_an_abandoned_one_goes(
     for step in (10, 20, 30):
         root.add(step, a=A + step)
     sync(target)
-    layout.quarantine(str(root.step_path(30)))
+    layout.quarantine(str(root.step_path(20)))
     sync(target)
-    assert mirror.list_steps(str(target)) == [10, 20, 30]
-    layout.abandon(str(root.step_path(20)), timeline=0)
+    assert mirror_fetch.list_steps(str(target)) == [10, 20, 30]
+    decisions.roll_back(root.path, to=10, reason="test")
     sync(target)
-    assert mirror.list_steps(str(target)) == [10, 30]
+    assert mirror_fetch.list_steps(str(target)) == [10]
+    # A good copy of what was damaged on the disk is worth more than before.
+    for step in (20, 30):
+        root.add(step, a=A, timeline=1)
+    sync(target)
+    layout.quarantine(str(root.step_path(20)))
+    root.add(40, a=A, timeline=1)
+    sync(target)
+    assert mirror_fetch.list_steps(str(target)) == [10, 20, 30, 40]
 
 
 def test_a_label_of_a_new_timeline_replaces_the_old_one(
@@ -116,7 +127,7 @@ def test_steps_of_another_root_are_left_alone(root, target, sync, events, tmp_pa
     copier.offer(str(other.path / "30"))
     assert copier.close()
     assert (target / "10" / "COMMIT").read_bytes() == before
-    assert mirror.list_steps(str(target)) == [10, 30]
+    assert mirror_fetch.list_steps(str(target)) == [10, 30]
     (failed,) = events.of("mirror_failed")
     assert failed["step"] == 10
     assert "is of another root" in failed["reason"]
@@ -128,13 +139,13 @@ def test_a_root_begun_from_the_mirror_goes_on_as_the_one_that_wrote_it(
     root.add(10, a=A)
     sync(target)
     new = type(root)(tmp_path / "new")
-    mirror.fetch(str(target), into=new.path)
+    mirror_fetch.fetch(str(target), into=new.path)
     new.add(20, a=A + 1)
     (new.path / "10").rename(new.path / "gone")
     copier = mirror.Mirror(str(target), emit=events)
     copier.offer(str(new.path / "20"))
     assert copier.close()
-    assert mirror.list_steps(str(target)) == [20]
+    assert mirror_fetch.list_steps(str(target)) == [20]
     assert not events.of("mirror_failed")
 
 
@@ -154,7 +165,7 @@ def test_a_damaged_source_is_not_mirrored_and_the_others_are(
             (path / part).chmod(0o644)
             (path / part).write_bytes(data)
     sync(target)
-    assert mirror.list_steps(str(target)) == [30]
+    assert mirror_fetch.list_steps(str(target)) == [30]
     reasons = {event["step"]: event["reason"] for event in events.of("mirror_failed")}
     assert "run/metadata" in reasons[10]
     assert "leaf a" in reasons[20]
@@ -178,9 +189,9 @@ def test_a_damaged_mirror_never_gives_a_wrong_bit(
     else:
         victim.write_bytes(data if damage == "flip" else data[:-1])
     with pytest.raises(records.FaultError, match="state/a/c/0") as info:
-        mirror.fetch(str(target), 20, into=new)
+        mirror_fetch.fetch(str(target), 20, into=new)
     assert info.value.fault.kind is records.FaultKind.NO_CHECKPOINT
-    path = mirror.fetch(str(target), into=new, emit=events)
+    path = mirror_fetch.fetch(str(target), into=new, emit=events)
     assert same_files(path, root.step_path(10))
     assert sorted(os.listdir(new)) == ["10", "mirror-id"]
     assert events.of("mirror_failed")[0]["step"] == 20
@@ -190,23 +201,23 @@ def test_an_unhealthy_step_is_mirrored_but_no_resume_point(root, target, sync):
     root.add(10, a=A)
     root.add(20, a=A, healthy=False)
     sync(target)
-    assert mirror.list_steps(str(target)) == [10, 20]
-    assert mirror.list_steps(str(target), healthy_only=True) == [10]
+    assert mirror_fetch.list_steps(str(target)) == [10, 20]
+    assert mirror_fetch.list_steps(str(target), healthy_only=True) == [10]
     new = root.path.parent / "new"
-    assert mirror.fetch(str(target), into=new).endswith("/10")
-    assert mirror.fetch(str(target), 20, into=new).endswith("/20")
+    assert mirror_fetch.fetch(str(target), into=new).endswith("/10")
+    assert mirror_fetch.fetch(str(target), 20, into=new).endswith("/20")
 
 
 def test_what_is_not_there_is_said(root, target, sync):
     new = root.path.parent / "new"
     with pytest.raises(records.FaultError, match="no step on"):
-        mirror.fetch(str(target), into=new)
+        mirror_fetch.fetch(str(target), into=new)
     root.add(10, a=A)
     sync(target)
     with pytest.raises(records.FaultError, match=r"step 7 is not on .*; there: 10"):
-        mirror.fetch(str(target), 7, into=new)
+        mirror_fetch.fetch(str(target), 7, into=new)
     with pytest.raises(FileExistsError, match="move it away"):
-        mirror.fetch(str(target), 10, into=root.path)
+        mirror_fetch.fetch(str(target), 10, into=root.path)
 
 
 @pytest.mark.parametrize("text", ["", "ftp://x/y", "s3://"])
@@ -254,7 +265,7 @@ def test_the_throttle_holds_and_close_has_a_deadline(root, target, events):
     assert not copier.close(0.2)
     assert time.monotonic() - start < 5
     assert "not over within 0.2 s" in events.of("mirror_failed")[-1]["reason"]
-    assert mirror.list_steps(str(target)) == [10]
+    assert mirror_fetch.list_steps(str(target)) == [10]
 
 
 def test_a_step_that_goes_while_it_is_copied_is_no_failure(root, target, events):
@@ -267,13 +278,13 @@ def test_a_step_that_goes_while_it_is_copied_is_no_failure(root, target, events)
         time.sleep(0.001)
     (root.path / "20").rename(root.path / f"20{layout.TMP_MARK}-deleted")
     assert copier.close()
-    assert mirror.list_steps(str(target)) == [10]
+    assert mirror_fetch.list_steps(str(target)) == [10]
     assert not events.of("mirror_failed")
 
 
 _COPY = """
 import sys
-from jaxft.checkpoint import mirror
+from jaxft.checkpoint import mirror, mirror_fetch
 copier = mirror.Mirror(sys.argv[1], bytes_per_sec=float(sys.argv[3]))
 copier.offer(sys.argv[2])
 print("on", flush=True)
@@ -299,7 +310,7 @@ def test_a_kill_in_the_middle_leaves_no_step_and_the_next_run_completes(
     finally:
         worker.kill()
         worker.wait()
-    assert mirror.list_steps(str(target)) == []
+    assert mirror_fetch.list_steps(str(target)) == []
     assert len(layout.discover(target).unfinished) == 1
     sync(target)
     assert same_files(step, target / "10")

@@ -13,7 +13,7 @@ import sys
 import numpy as np
 import pytest
 
-from jaxft.checkpoint import layout, mirror, verify
+from jaxft.checkpoint import layout, mirror, mirror_fetch, verify
 
 pytestmark = [
     pytest.mark.slow,
@@ -24,15 +24,15 @@ pytestmark = [
 A = np.arange(100, dtype=np.float32)
 COPY = """
 import sys
-from jaxft.checkpoint import mirror
+from jaxft.checkpoint import mirror, mirror_fetch
 copier = mirror.Mirror(sys.argv[1])
 copier.offer(sys.argv[2])
 assert copier.close(60)
 """
 FETCH = """
 import sys
-from jaxft.checkpoint import mirror
-mirror.fetch(sys.argv[1], into=sys.argv[2])
+from jaxft.checkpoint import mirror, mirror_fetch
+mirror_fetch.fetch(sys.argv[1], into=sys.argv[2])
 """
 
 
@@ -80,7 +80,7 @@ def test_every_step_on_the_mirror_is_whole_after_each_kill(root, tmp_path, call)
         shutil.copytree(before, target)
         survived = _run(COPY, target, root.path / "4", call=call, when=when)
         num_kills += not survived
-        for step in mirror.list_steps(str(target)):
+        for step in mirror_fetch.list_steps(str(target)):
             assert not verify.verify_step(target / str(step)), (call, when)
         assert _run(COPY, target, root.path / "4")
         assert sorted(os.listdir(target)) == ["2", "3", "4"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxft import records
-from jaxft.checkpoint import layout, mirror, mirror_mark, mirror_objects
+from jaxft.checkpoint import layout, mirror, mirror_fetch, mirror_mark, mirror_objects
 
 A, B = np.arange(1000, dtype=np.float32), np.ones((4, 6), np.int32)
 
@@ -21,9 +21,9 @@ def _blobs(s3) -> list[str]:
 def test_a_step_arrives_whole_and_comes_back(root, s3, sync, events, same_files):
     step = root.add(10, a=A, b=B)
     sync(s3.url())
-    assert mirror.list_steps(s3.url()) == [10]
+    assert mirror_fetch.list_steps(s3.url()) == [10]
     new = root.path.parent / "new"
-    path = mirror.fetch(s3.url(), into=new)
+    path = mirror_fetch.fetch(s3.url(), into=new)
     assert same_files(step, path)
     # Equal files of one step are one object.
     distinct = {
@@ -41,7 +41,7 @@ def test_files_in_pieces_and_in_batches(
     step = root.add(10, a=A, b=B)
     sync(s3.url())
     assert any(key.endswith(".1") for key in _blobs(s3))
-    path = mirror.fetch(s3.url(), into=root.path.parent / "new")
+    path = mirror_fetch.fetch(s3.url(), into=root.path.parent / "new")
     assert same_files(step, path)
 
 
@@ -59,13 +59,13 @@ def test_shared_files_are_sent_once_and_go_with_their_last_step(
     assert len([key for key in _blobs(s3) if key.endswith(".20")]) > 4
     (root.path / "10").rename(root.path / "gone")
     sync(s3.url())
-    assert mirror.list_steps(s3.url()) == [20, 30]
-    path = mirror.fetch(s3.url(), 30, into=root.path.parent / "new")
+    assert mirror_fetch.list_steps(s3.url()) == [20, 30]
+    path = mirror_fetch.fetch(s3.url(), 30, into=root.path.parent / "new")
     assert same_files(path, root.step_path(30))
     (root.path / "30").rename(root.path / "gone-too")
     root.add(40, a=A)
     sync(s3.url())
-    assert mirror.list_steps(s3.url()) == [20, 40]
+    assert mirror_fetch.list_steps(s3.url()) == [20, 40]
     assert not [key for key in _blobs(s3) if key.endswith((".10", ".30"))]
 
 
@@ -77,7 +77,7 @@ def test_a_label_of_a_new_timeline_replaces_the_old_one(root, s3, sync, same_fil
     layout.abandon(str(root.step_path(20)), timeline=0)
     new = root.add(20, a=A + 1, timeline=1)
     sync(s3.url())
-    path = mirror.fetch(s3.url(), 20, into=root.path.parent / "new")
+    path = mirror_fetch.fetch(s3.url(), 20, into=root.path.parent / "new")
     assert same_files(new, path)
     files = {
         file.read_bytes() for file in root.step_path(20).rglob("*") if file.is_file()
@@ -105,8 +105,8 @@ def test_a_damaged_object_never_gives_a_wrong_bit(
     store.write(key, bad).result()
     new = root.path.parent / "new"
     with pytest.raises(records.FaultError, match="step 20"):
-        mirror.fetch(s3.url(), 20, into=new)
-    assert same_files(mirror.fetch(s3.url(), into=new), root.step_path(10))
+        mirror_fetch.fetch(s3.url(), 20, into=new)
+    assert same_files(mirror_fetch.fetch(s3.url(), into=new), root.step_path(10))
 
 
 def test_late_torn_and_refused_requests_are_ridden_out(
@@ -118,7 +118,7 @@ def test_late_torn_and_refused_requests_are_ridden_out(
     assert (wire.num_cut, wire.num_errors) == (2, 0)
     assert [event["step"] for event in events.of("mirror_commit")] == [10]
     wire.num_cuts = 1
-    path = mirror.fetch(s3.url(port=wire.port), into=root.path.parent / "new")
+    path = mirror_fetch.fetch(s3.url(port=wire.port), into=root.path.parent / "new")
     assert wire.num_cut == 3
     assert same_files(step, path)
 
@@ -135,9 +135,9 @@ def test_a_dead_server_costs_an_event_and_the_next_commit_tries_again(
     failed = events.wait_for("mirror_failed")
     assert "did not answer within 1 s" in failed["reason"]
     assert failed["step"] == -1  # It is not about one of them.
-    assert mirror.list_steps(s3.url()) == []
+    assert mirror_fetch.list_steps(s3.url()) == []
     with pytest.raises(mirror_mark.MirrorError, match="did not answer within 1 s"):
-        mirror.fetch(s3.url(port=wire.port), into=root.path, timeout_secs=1)
+        mirror_fetch.fetch(s3.url(port=wire.port), into=root.path, timeout_secs=1)
     wire.is_dead = False
     copier.offer(root.add(20, a=A + 1))
     events.wait_for("mirror_commit", num=2)
@@ -160,7 +160,7 @@ def test_a_server_that_dies_in_the_middle_leaves_no_mark(root, s3, wire, events)
         time.sleep(0.01)
     wire.is_dead = True
     assert events.wait_for("mirror_failed")["step"] == 20
-    assert mirror.list_steps(s3.url()) == []
+    assert mirror_fetch.list_steps(s3.url()) == []
     wire.is_dead = False
     assert not copier.close(0.1) or copier.close(0.1)
 
@@ -186,7 +186,7 @@ def test_a_missing_bucket_is_named(root, s3, events):
 
 _COPY = """
 import sys
-from jaxft.checkpoint import mirror, mirror_mark
+from jaxft.checkpoint import mirror, mirror_fetch, mirror_mark
 mirror_mark.PIECE_BYTES = 1000
 copier = mirror.Mirror(sys.argv[1], bytes_per_sec=float(sys.argv[3]))
 copier.offer(sys.argv[2])
@@ -213,12 +213,12 @@ def test_a_kill_in_the_middle_leaves_no_step_and_the_next_run_completes(
     finally:
         worker.kill()
         worker.wait()
-    assert mirror.list_steps(s3.url()) == []
+    assert mirror_fetch.list_steps(s3.url()) == []
     assert _blobs(s3)
     monkeypatch.setattr(mirror_mark, "PIECE_BYTES", 1000)
     sync(s3.url())
-    assert mirror.list_steps(s3.url()) == [10]
-    path = mirror.fetch(s3.url(), into=root.path.parent / "new")
+    assert mirror_fetch.list_steps(s3.url()) == [10]
+    path = mirror_fetch.fetch(s3.url(), into=root.path.parent / "new")
     assert same_files(step, path)
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxft.checkpoint import manager, mirror, verify
+from jaxft.checkpoint import decisions, manager, mirror, mirror_fetch, verify
 
 pytestmark = pytest.mark.device
 
@@ -52,7 +52,7 @@ def test_training_goes_on_from_a_disk(tmp_path, events):
     root, target = tmp_path / "root", tmp_path / "mirror"
     _train(root, 1, 2, 3, 4, 5, target=str(target), events=events)
     assert not events.of("mirror_failed")
-    assert mirror.list_steps(str(target)) == [3, 4, 5]
+    assert mirror_fetch.list_steps(str(target)) == [3, 4, 5]
     for step in (3, 4, 5):
         assert not verify.verify_step(target / str(step))
     # The mirror shares files where the root does, and only there.
@@ -63,7 +63,7 @@ def test_training_goes_on_from_a_disk(tmp_path, events):
     assert [inodes[0] == inodes[2] for inodes in shared] == [True, True]
     assert [inodes[1] == inodes[2] for inodes in shared] == [False, False]
     shutil.rmtree(root)
-    mirror.fetch(str(target), into=root)
+    mirror_fetch.fetch(str(target), into=root)
     with manager.CheckpointManager(root) as checkpoints:
         restored = checkpoints.restore(_state(0))
     assert restored.step == 5
@@ -72,7 +72,38 @@ def test_training_goes_on_from_a_disk(tmp_path, events):
     with manager.CheckpointManager(target) as checkpoints:
         assert _same(checkpoints.restore(_state(0)).state, _state(5))
     _train(root, 6, target=str(target), events=events)
-    assert 6 in mirror.list_steps(str(target))
+    assert mirror_fetch.list_steps(str(target)) == [3, 4, 5, 6]
+    assert not events.of("mirror_failed")
+
+
+def test_a_manager_that_lost_its_disk_empties_no_mirror(tmp_path, events):
+    root, target = tmp_path / "root", str(tmp_path / "mirror")
+
+    def open_manager():
+        return manager.CheckpointManager(
+            root, keep="last(2) | every(10)", mirror=target, emit=events
+        )
+
+    with open_manager() as checkpoints:
+        for step in (10, 20, 30, 34, 35):
+            assert checkpoints.save(step, _state(step), force=True)
+    shutil.rmtree(root)
+    with open_manager() as checkpoints:
+        restored = checkpoints.restore(_state(0))
+    assert (restored.step, checkpoints.steps()) == (35, [35])
+    assert mirror_fetch.list_steps(target) == [10, 20, 30, 34, 35]
+    # A closed manager saves, and mirrors, like an open one.
+    assert checkpoints.save(36, _state(36), force=True)
+    checkpoints.close()
+    assert mirror_fetch.list_steps(target) == [10, 20, 30, 35, 36]
+    checkpoints.rollback(35, reason="spike", skip=(35, 36))
+    checkpoints.close()
+    assert mirror_fetch.list_steps(target) == [10, 20, 30, 35]
+    shutil.rmtree(root)
+    with open_manager() as checkpoints:
+        restored = checkpoints.restore(_state(0))
+    assert restored.step == 35
+    assert decisions.read(root).skips_since(0) == [(35, 36)]
     assert not events.of("mirror_failed")
 
 
@@ -82,7 +113,7 @@ def test_training_goes_on_from_an_object_store(tmp_path, s3, events):
     _train(root, 1, 2, 3, target=s3.url(), events=events)
     assert not events.of("mirror_failed")
     shutil.rmtree(root)
-    path = mirror.fetch(s3.url(), into=root)
+    path = mirror_fetch.fetch(s3.url(), into=root)
     assert not verify.verify_step(path)
     with manager.CheckpointManager(root) as checkpoints:
         assert _same(checkpoints.restore(_state(0)).state, _state(3))
@@ -102,7 +133,7 @@ for root in sys.argv[1:]:
 def test_bare_orbax_reads_the_mirror_and_what_was_fetched(tmp_path, events):
     root, target, new = (tmp_path / name for name in ("root", "mirror", "new"))
     _train(root, 1, 2, 3, target=str(target), events=events)
-    mirror.fetch(str(target), into=new)
+    mirror_fetch.fetch(str(target), into=new)
     here = pathlib.Path(mirror.__file__).parents[2]
     result = subprocess.run(
         [sys.executable, "-c", _BARE, str(root), str(target), str(new)],
