@@ -10,6 +10,8 @@ import enum
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from absl import logging
+
 
 class ExitCode(enum.IntEnum):
     """Final exit codes of the command; after `STOPPED` the same command goes on."""
@@ -171,3 +173,29 @@ class Emit(Protocol):
 def ignore_event(kind: str, /, **fields: Any) -> None:
     """An `Emit` that keeps nothing, for library use without a history."""
     del kind, fields
+
+
+# What nothing is raised about, and somebody must know all the same.
+_NEWS = frozenset(
+    {
+        "corrupt",
+        "unreadable",
+        "unhealthy",
+        "unverified",
+        "quarantine",
+        "not_a_checkpoint",
+        "save_unhealthy",
+        "delete_failed",
+        "mirror_fetch",
+        "mirror_failed",
+        "rollback",
+        "abandoned",
+    }
+)
+
+
+def log_event(kind: str, /, **fields: Any) -> None:
+    """An `Emit` for library use: what a person must know goes to the log."""
+    if kind in _NEWS:
+        told = ", ".join(f"{name} {value}" for name, value in fields.items())
+        logging.warning("jaxft: %s: %s", kind.replace("_", " "), told)

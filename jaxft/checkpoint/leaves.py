@@ -408,6 +408,10 @@ def _request(
     want = type(leaf).__name__
     if spec.kind in run_record.PYTHON_KINDS and spec.kind == want:
         return Request(spec, python=type(leaf))
+    if spec.kind is run_record.LeafKind.WEAK and spec.dtype.startswith(want):
+        # A number that jit gave back as a weakly typed scalar, which acts like it: as
+        # the step of a Flax TrainState, an int until the first update.
+        return Request(spec, is_jax=True)
     return f"stored {spec}, wanted {want}"
 
 

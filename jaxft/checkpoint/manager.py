@@ -74,13 +74,13 @@ class CheckpointManager:
             earlier save, for at most so many commits; 0 writes everything every time.
         verify: what a restore proves: `full`, `sample` or `off`.
         health: globs of leaf paths; a state in which one of them is not finite is
-            not committed.
+            no resume point. The default is the one of the configuration.
         memory_budget: host memory of a save or restore beyond the state, e.g. `4GiB`;
             `auto` is half of what is available now.
         mirror: a folder or address of a second copy of all steps, made in the
             background; a root that has no good step is filled from it.
         mirror_rate: most bytes a second that go there, e.g. `50MB`; empty for all.
-        emit: told of starts, commits, skips, failures, deletions.
+        emit: told of everything; the default logs what nothing is raised about.
         clock: seconds since the epoch, for the run record.
         timer: seconds that never go back, for the save policy.
 
@@ -106,17 +106,17 @@ class CheckpointManager:
         codec: str = "raw",
         full_every: int = 10,
         verify: str = "full",
-        health: str = "params/**",
+        health: str = options.HEALTH,
         memory_budget: str = "auto",
         mirror: str = "",
         mirror_rate: str = "",
-        emit: records.Emit = records.ignore_event,
+        emit: records.Emit = records.log_event,
         clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic,
     ):
         self.root = options.checked_root(root, timeout_secs=timeout_secs)
         self.num_skipped = 0
-        self._save_policy = _save_policy(save)
+        self._save_policy = policies.parse_save(save, num_processes=jax.process_count())
         self._keep_policy = policies.parse_keep(keep)
         self._timeout_secs = timeout_secs
         self._options = options.make_options(
@@ -142,7 +142,11 @@ class CheckpointManager:
             emit=emit,
         )
         self._planner = SavePlanner(
-            self.root, self._options, timeout_secs=timeout_secs, emit=emit
+            self.root,
+            self._options,
+            keep=self._keep_policy,
+            timeout_secs=timeout_secs,
+            emit=emit,
         )
         self._mirror = mirrored.make_mirror(
             mirror, rate=mirror_rate, keep=self._keep_policy, emit=emit
@@ -231,35 +235,16 @@ class CheckpointManager:
             )
         content = {"data": data, "run": run, "metrics": metrics}
         try:
-            if not self._is_new(step):
+            if not self._planner.make_way(step):
                 return False
             self._begin(step, state, content=content)
         except (OSError, records.FaultError) as error:
-            # One of TensorStore's or Orbax's comes here as one of the first kind.
+            # Whatever else `_begin` meets comes here as one of the first kind.
             refusal = self._saves.refuse(step, error)
             if force or not self._saves.is_borne:
                 raise refusal from error
             return False
         self._last_step, self._last_secs = step, self._timer()
-        return True
-
-    def _is_new(self, step: int) -> bool:
-        """Whether the step is to be written; makes room for it."""
-        found = decisions.discover(self.root)
-        if found.abandoned:
-            decisions.finish(self.root, emit=self._emit)
-        if step in found.steps:
-            return False
-        if found.steps and found.steps[-1] > step:
-            raise ValueError(
-                f"cannot save step {step} into {self.root}: step {found.steps[-1]} is "
-                "newer and would be resumed from; restore it, or use another folder"
-            )
-        path = layout.step_path(self.root, step)
-        if os.path.lexists(path):
-            aside = layout.quarantine(path)
-            reason = "not a checkpoint, and in the way of one"
-            self._emit("quarantine", step=step, path=aside, reason=reason)
         return True
 
     def _begin(self, step: int, state: PyTree, *, content: dict[str, Any]) -> None:
@@ -270,23 +255,25 @@ class CheckpointManager:
             LeafError: see `save`.
         """
         start = time.monotonic()
-        stored, types = leaves.encode(state)
         record = run_record.make_record(
             step,
             time_secs=self._clock(),
-            state=types,
+            state=None,
             timeline=max(self._timeline, decisions.read(self.root).timeline),
             has_manifest=True,
             **content,
         )
-        planning_secs = 0.0
         try:
+            stored, record["state"] = leaves.encode(state)
             layout.make_root(self.root)
             planning = time.monotonic()
             plan = self._planner.plan(step, state=state, record=record)
             planning_secs = time.monotonic() - planning
             write = self._planner.start(plan, stored, record=record)
-        except (OSError, ValueError) as error:
+        except layout.LeafError:
+            raise
+        except Exception as error:
+            # TensorStore's are of many kinds, and so are those of a full device.
             self._saves.clean_failed(layout.step_path(self.root, step))
             if isinstance(error, OSError):
                 raise
@@ -310,9 +297,11 @@ class CheckpointManager:
 
     def _end(self, plan: Proof, committed: bool) -> None:
         self._planner.end(plan, committed=committed)
-        if committed and jax.process_index() == 0:
-            if self._mirror is not None:
-                self._mirror.offer(layout.step_path(self.root, plan.step))
+        if jax.process_index() != 0:
+            return
+        if committed and self._mirror is not None:
+            self._mirror.offer(layout.step_path(self.root, plan.step))
+        if committed or plan.is_unhealthy:
             self._retain(plan.step)
 
     def _retain(self, committed: int) -> None:
@@ -338,19 +327,19 @@ class CheckpointManager:
         Raises:
             ConfigError: the root is no folder to be read and written, lacks something
                 that saves need (see `jaxft.checkpoint.space`) or the room for what is
-                kept, its newest or only step is not ours, or a leaf of the target
-                cannot be stored.
+                kept, its newest or only step is not ours, a leaf of the target
+                cannot be stored, or `health` names none.
         """
         try:
             found = decisions.discover(self.root)
             refuse_foreign(found)
             layout.check_writable(self.root)
             leaves.check(target)
+            options.check_health(self._options.health, leaves.flatten(target))
             if jax.process_index() == 0:
-                self._planner.probe()
-                self._planner.check_room(
-                    target, keep=self._keep_policy, num_there=len(found.steps)
-                )
+                self._planner.check(target, found)
+        except config.ConfigError:
+            raise
         except (records.FaultError, OSError, ValueError) as error:
             raise config.ConfigError("checkpoint", str(error)) from error
 
@@ -491,14 +480,3 @@ class CheckpointManager:
             if error is None:
                 raise
             error.add_note(str(failure))
-
-
-def _save_policy(text: str) -> records.SavePolicy:
-    policy = policies.parse_save(text)
-    if policies.reads_clock(policy) and jax.process_count() > 1:
-        raise config.ConfigError(
-            "checkpoint.save",
-            f"{text!r} goes by a clock, on which {jax.process_count()} processes "
-            "do not agree: use steps(n)",
-        )
-    return policy

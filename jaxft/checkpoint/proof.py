@@ -12,7 +12,6 @@ else is written. `differing_leaves` is its counterpart.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 import os
@@ -96,17 +95,28 @@ class Digests:
         self._on_device = on_device
         self._pending: fingerprint.PendingDigests | None = None
         self._started = threading.Event()
+        self._failure: Exception | None = None
 
     def start(self) -> None:
-        """Starts what is not started yet; returns at once."""
-        if self._pending is None:
+        """Starts what is not started yet; returns at once.
+
+        A failure is for whoever asks for a digest: a write that goes on already fails
+        by it, and is not left waiting.
+        """
+        if self._started.is_set():
+            return
+        try:
             self._pending = fingerprint.start_digests(self._on_device)
-            self._on_device = {}
-            self._started.set()
+        except Exception as error:
+            self._failure = error
+        self._on_device = {}
+        self._started.set()
 
     def _begun(self) -> fingerprint.PendingDigests:
         """The digests to come, for whichever thread asks."""
         self._started.wait()
+        if self._failure is not None:
+            raise self._failure
         assert self._pending is not None
         return self._pending
 
@@ -199,7 +209,13 @@ class Proof:
         self._carried: dict[str, LeafEntry] = {}
 
     def plan_links(
-        self, *, newest: Manifest, base: Manifest, base_path: str, full_every: int
+        self,
+        *,
+        newest: Manifest,
+        base: Manifest,
+        base_path: str,
+        full_every: int,
+        beside: Manifest | None = None,
     ) -> None:
         """Chooses the leaves to link; waits for the digests of the candidates.
 
@@ -208,6 +224,7 @@ class Proof:
             base: of the one committed before it, whose bytes are linked.
             base_path: folder of that.
             full_every: commits after which a leaf is written anew.
+            beside: see `incremental.candidates`.
         """
         settings: dict[str, Any] = {
             "step": self.step,
@@ -216,6 +233,7 @@ class Proof:
             "array_layout": self.arrays.layout,
             "codec": self.arrays.codec,
             "full_every": full_every,
+            "beside": beside,
         }
         types = self._digests.types
         asked = incremental.candidates(types, **settings)
@@ -291,9 +309,20 @@ class Proof:
         self.facts["linked_bytes"] = sum(e.num_bytes for e in self._carried.values())
         self.facts["num_linked"] = len(self._carried)
 
+    @property
+    def is_unhealthy(self) -> bool:
+        """Whether a step was written that is no resume point."""
+        return self.manifest is not None and not self.manifest.healthy
+
     def bad_leaves(self, digests: Mapping[str, LeafDigest]) -> tuple[str, ...]:
-        """Paths of the leaves that must be finite and are not."""
-        paths = self._health.select(digests)
+        """Paths of the leaves that must be finite and are not.
+
+        Somebody's own tree may have no leaf of the names that are asked for: then all
+        of its leaves are.
+        """
+        if not self._health.text.strip():
+            return ()
+        paths = self._health.select(digests) or list(digests)
         return tuple(path for path in paths if digests[path].num_nonfinite)
 
     # --- several processes: what each knows goes through the root ---------------
@@ -358,34 +387,19 @@ def _shared_folder(step_path: str) -> str:
 # --- of one restore -----------------------------------------------------------
 
 
-def small_files(manifest: Manifest) -> Manifest:
-    """The manifest without the data files of OCDBT: values prove what those hold."""
-    files = {
-        path: entry
-        for path, entry in manifest.files.items()
-        if not (path.startswith(f"{layout.STATE_ITEM}/") and "/d/" in path)
-    }
-    return dataclasses.replace(manifest, files=files)
-
-
 def sample(manifest: Manifest) -> list[str]:
     """A stable eighth of the leaves, and at least one."""
     chosen = [path for path in manifest.leaves if zlib.crc32(path.encode()) % 8 == 0]
     return chosen or list(manifest.leaves)[:1]
 
 
-def differing_leaves(
-    state: PyTree, manifest: Manifest, *, paths: Iterable[str] | None = None
-) -> list[tuple[str, str]]:
+def differing_leaves(digests: Digests, manifest: Manifest) -> list[tuple[str, str]]:
     """(leaf path, what differs) of a restored state; all processes call it together.
 
     Args:
-        state: as it lies on the devices now.
+        digests: started, of the state as it lies on the devices now.
         manifest: of the step that it was read from.
-        paths: which leaves; None for all.
     """
-    digests = Digests(state, paths=paths)
-    digests.start()
     problems = []
     for path, digest in digests.all_together().items():
         entry = manifest.leaves.get(path)

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import struct
+from flax.training import train_state
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxft.checkpoint import layout, leaves, manager
@@ -319,3 +320,24 @@ def test_a_key_of_another_implementation_is_a_mismatch(tmp_path):
             {"k": jax.random.key(1, impl="rbg")},
             {"k": jax.random.key(1)},
         )
+
+
+def test_a_flax_train_state_comes_back_into_a_fresh_one(tmp_path):
+    """Its step is an int until the first update, and a weak scalar from then on."""
+    tx = optax.adam(1e-2)
+
+    def fresh():
+        params = {"w": jnp.ones((4, 2)), "b": jnp.zeros(2)}
+        return train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
+
+    update = jax.jit(lambda state: state.apply_gradients(grads=state.params))
+    state = update(update(fresh()))
+    with manager.CheckpointManager(tmp_path) as saved:
+        saved.save(2, state)
+        restored = saved.restore(fresh()).state
+    assert int(restored.step) == 2
+    assert restored.step.weak_type
+    again, straight = update(restored), update(state)
+    assert update._cache_size() == 2  # of an int, of a weak scalar: none for ours
+    for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(straight), strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -91,6 +91,27 @@ def test_what_must_be_finite_is_the_users_to_say(tmp_path):
     assert checkpoints.steps() == [1]
 
 
+@pytest.mark.parametrize(
+    ("state", "health", "is_refused"),
+    [
+        ({"w": np.nan}, None, True),
+        ({"mine": {"w": np.nan}}, None, True),
+        ({"params": {"w": 1.0}, "best": np.inf}, None, False),
+        ({"w": np.nan}, "", False),
+    ],
+    ids=["bare", "own names", "outside of params", "off"],
+)
+def test_a_tree_of_ones_own_names_is_asked_as_a_whole(
+    tmp_path, state, health, is_refused
+):
+    state = jax.tree.map(jnp.float32, state)
+    chosen = {} if health is None else {"health": health}
+    with manager.CheckpointManager(tmp_path, **chosen) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        assert checkpoints.steps() == ([] if is_refused else [1])
+
+
 def test_an_unhealthy_step_of_somebody_else_is_passed_over(tmp_path):
     _fill(tmp_path, 10, 20)
     proof = manifest.read(tmp_path / "20")
