@@ -3,10 +3,11 @@
 World: device. Floor: above `proof`, below `restore`. Read `jaxft/checkpoint/proof.py`
 before and `jaxft/checkpoint/restore.py` after.
 
-* `full`: the manifest, the length of every file, the sha256 of all but array data,
+* `full`: the manifest, the length of every file, each sha256 that the manifest has,
   and the fingerprint of every restored leaf, taken where it lies now;
 * `sample`: the same, with the fingerprints of a stable eighth of the leaves;
-* `off`: nothing but the checksums that end each chunk.
+* `off`: nothing but the checksums that end each chunk. A step that its manifest calls
+  unhealthy is none to go on from then, either.
 
 A step of an older jaxft has no manifest: it is restored with the event `unverified`,
 on the word of its checksums. One whose run record says that it was given a manifest
@@ -21,8 +22,10 @@ import dataclasses
 import errno
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+import jax
 
 from jaxft import records
 from jaxft.checkpoint import (
@@ -31,6 +34,7 @@ from jaxft.checkpoint import (
     proof,
     quiet,
     run_record,
+    together,
     verify,
 )
 from jaxft.checkpoint import manifest as manifests
@@ -100,10 +104,13 @@ class Damage:
     Attributes:
         reason: one line.
         problems: the files and leaves that are to blame.
+        unhealthy: leaves that are not finite, where that is all: what was saved is
+            there, and is no resume point.
     """
 
     reason: str
     problems: tuple[Problem, ...] = ()
+    unhealthy: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, problems: Iterable[Problem]) -> Damage:
@@ -113,9 +120,32 @@ class Damage:
         return cls(f"{problems[0]}{more}", problems)
 
     @classmethod
-    def elsewhere(cls, processes: list[int]) -> Damage:
-        """Seen by other processes."""
-        return cls(f"process {processes[0]} could not read it")
+    def union(cls, seen: Sequence[Damage | None]) -> Damage | None:
+        """What several processes see of one step, by their index; None for nothing."""
+        found = {index: one for index, one in enumerate(seen) if one is not None}
+        if not found:
+            return None
+        index, first = next(iter(found.items()))
+        problems = tuple(
+            dict.fromkeys(p for one in found.values() for p in one.problems)
+        )
+        if problems:
+            first = cls.of(problems)
+        if len(found) < len(seen):
+            reason = f"{first.reason} (seen by process {index})"
+            first = dataclasses.replace(first, reason=reason)
+        return first
+
+    def to_json(self) -> list[Any]:
+        """As plain values."""
+        problems = [[one.path, one.reason, one.leaf] for one in self.problems]
+        return [self.reason, problems, list(self.unhealthy)]
+
+    @classmethod
+    def from_json(cls, value: Sequence[Any]) -> Damage:
+        """Reads what `to_json` gave."""
+        reason, problems, unhealthy = value
+        return cls(reason, tuple(Problem(*one) for one in problems), tuple(unhealthy))
 
 
 # --- reading ------------------------------------------------------------------
@@ -133,10 +163,16 @@ def read(path: str, reading: Reading, *, step: int) -> Restored | Damage:
         outcome = _read(path, reading, step=step)
         if isinstance(outcome, Damage):
             quiet.drain()
-    if isinstance(outcome, Damage):
-        where = outcome.problems[0].path if outcome.problems else ""
-        reading.emit("corrupt", step=step, path=where, reason=outcome.reason)
     return outcome
+
+
+def tell(damage: Damage, *, step: int, emit: records.Emit) -> None:
+    """Emits what is wrong with a step."""
+    if damage.unhealthy:
+        emit("unhealthy", step=step, leaves=list(damage.unhealthy))
+        return
+    where = damage.problems[0].path if damage.problems else ""
+    emit("corrupt", step=step, path=where, reason=damage.reason)
 
 
 def _read(path: str, reading: Reading, *, step: int) -> Restored | Damage:
@@ -146,14 +182,13 @@ def _read(path: str, reading: Reading, *, step: int) -> Restored | Damage:
         record = run_record.read_record(path)
         if record["step"] != step:
             return Damage(f"it says that it is step {record['step']}")
-        if reading.verify is not Verify.OFF:
-            manifest = _manifest(path, record)
-            if manifest is not None and (problems := _check_files(path, manifest)):
-                return Damage.of(problems)
+        manifest = _manifest(path, record, is_needed=reading.verify is not Verify.OFF)
+        if problems := _check_files(path, manifest, reading.verify):
+            return Damage.of(problems)
         if reading.check is not None and (reason := reading.check(record)):
             return Damage(reason)
         if manifest is not None and not manifest.healthy:
-            return _unhealthy(manifest, reading)
+            return _unhealthy(manifest)
         state = orbax_io.read_state(
             path, reading.target, record=record, memory_bytes=reading.memory_bytes
         )
@@ -172,34 +207,39 @@ def _read(path: str, reading: Reading, *, step: int) -> Restored | Damage:
         record=record,
         path=path,
         secs=time.monotonic() - start,
-        manifest=manifest,
+        manifest=None if reading.verify is Verify.OFF else manifest,
     )
 
 
-def _manifest(path: str, record: dict[str, Any]) -> Manifest | None:
-    """The manifest; None for a step that never had one."""
+def _manifest(path: str, record: dict[str, Any], *, is_needed: bool) -> Manifest | None:
+    """The manifest; None for a step that never had one.
+
+    Where it is not needed, also None for one that is damaged or lost.
+    """
     try:
         return manifests.read(path)
+    except manifests.ManifestError:
+        if is_needed:
+            raise
+        return None
     except (FileNotFoundError, NotADirectoryError):
-        if record.get("has_manifest"):
+        if is_needed and record.get("has_manifest"):
             file = f"{manifests.MANIFEST_ITEM}/{manifests.MANIFEST_FILE}"
             raise manifests.ManifestError(f"{file} is missing") from None
         return None
 
 
-def _check_files(path: str, manifest: Manifest) -> list[Problem]:
-    """What is wrong as far as lengths, JSON and small files tell."""
-    problems = verify.verify_step(path, full=False)
-    if not problems:
-        small = proof.small_files(manifest)
-        problems = manifests.check_files(path, small, full=True)
-    return problems
+def _check_files(path: str, manifest: Manifest | None, mode: Verify) -> list[Problem]:
+    """What is wrong but for the values, which are proven when they are there."""
+    if manifest is None or mode is Verify.OFF:
+        return []
+    return verify.check_step(path, manifest, full=True)
 
 
-def _unhealthy(manifest: Manifest, reading: Reading) -> Damage:
-    leaves = list(manifest.unhealthy)
-    reading.emit("unhealthy", step=manifest.step, leaves=leaves)
-    return Damage(f"it is no resume point: not finite: {', '.join(leaves[:20])}")
+def _unhealthy(manifest: Manifest) -> Damage:
+    leaves = manifest.unhealthy
+    reason = f"it is no resume point: not finite: {', '.join(leaves[:20])}"
+    return Damage(reason, unhealthy=leaves or ("of an unknown name",))
 
 
 def _explain(error: Exception, path: str, *, reading: Reading, step: int) -> Damage:
@@ -299,14 +339,9 @@ def prove(restored: Restored, reading: Reading) -> Restored | Damage:
             is_sample = reading.verify is Verify.SAMPLE
             paths = proof.sample(manifest) if is_sample else list(manifest.leaves)
             num_proven = len(paths)
-            problems = [
-                Problem(leaf, reason, leaf)
-                for leaf, reason in proof.differing_leaves(
-                    restored.state, manifest, paths=paths
-                )
-            ]
+            problems = _differences(restored, manifest, paths)
     if problems:
-        return _judge_difference(restored, problems, emit=reading.emit)
+        return _judge_difference(restored, problems)
     verify_secs = time.monotonic() - start
     secs = restored.secs + verify_secs
     reading.emit(
@@ -321,14 +356,28 @@ def prove(restored: Restored, reading: Reading) -> Restored | Damage:
     return dataclasses.replace(restored, num_proven=num_proven, secs=secs)
 
 
-def _judge_difference(
-    restored: Restored, problems: list[Problem], *, emit: records.Emit
-) -> Damage:
-    if on_disk := _verify(restored.path):
-        damage = Damage.of(on_disk)
-        where = on_disk[0].path
-        emit("corrupt", step=restored.step, path=where, reason=damage.reason)
-        return damage
+def _differences(
+    restored: Restored, manifest: Manifest, paths: list[str]
+) -> list[Problem]:
+    """What differs in any process: each has its own host memory."""
+    with together.same_end(f"prove what it has restored of {restored.path}"):
+        digests = proof.Digests(restored.state, paths=paths)
+        digests.start()
+        digests.partials()
+    found = proof.differing_leaves(digests, manifest)
+    all_found = dict.fromkeys(
+        tuple(one) for each in together.gather(found) for one in each
+    )
+    return [Problem(leaf, reason, leaf) for leaf, reason in all_found]
+
+
+def _judge_difference(restored: Restored, problems: list[Problem]) -> Damage:
+    with together.same_end(f"verify {restored.path}"):
+        is_primary = jax.process_index() == 0
+        found = _verify(restored.path) if is_primary else []
+    on_disk = Damage.of(found).to_json() if found else None
+    if on_disk := together.from_primary(on_disk):
+        return Damage.from_json(on_disk)
     text = (
         f"{restored.path} is right on disk, but restored from it {problems[0]}: memory "
         "or a device of this machine changes values; use another one"

@@ -13,20 +13,22 @@ read, a target that asks for another state, and a failure of this process are er
 that leave the store as it is.
 
 Several processes try the same candidates, in the order of the primary one, and go on
-from one only if all of them have read it well.
+from one only if all of them have read it well. What is wrong with it is what any of
+them sees; what shares its files the primary one says, before it renames anything.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from jaxft import records
-from jaxft.checkpoint import decisions, judge, layout
+from jaxft.checkpoint import decisions, judge, layout, together
 from jaxft.checkpoint.judge import Check, Damage, Reading, Restored
 from jaxft.config import Verify
 
@@ -73,29 +75,34 @@ def restore_newest(
         memory_bytes=memory_bytes,
         emit=emit,
     )
-    found = decisions.discover(root)
+    with together.same_end(f"look into {root}"):
+        found = decisions.discover(root)
+        if step is None:
+            refuse_foreign(found)
+    steps = together.from_primary(found.steps)
     if step is not None:
-        return _restore_exactly(root, reading, step=step, found=found)
-    refuse_foreign(found)
+        return _restore_exactly(root, reading, step=step, steps=steps)
     for path, reason in found.foreign:
         emit("not_a_checkpoint", path=path, reason=reason)
     for path, of_step in found.unfinished:
         emit("unfinished", path=path, step=of_step)
     reasons: list[str] = []
-    left = _agree_on_steps(found.steps)
+    left = list(steps)
     while left:
         candidate = left.pop()
         outcome = _read_together(root, candidate, reading)
         if isinstance(outcome, Restored):
             return outcome
-        sharing = judge.sharing_steps(root, candidate, damage=outcome, others=left)
+        sharing = _sharing_steps(root, candidate, damage=outcome, others=left)
         left = [other for other in left if other not in sharing]
-        reasons.append(_set_aside(root, candidate, reason=outcome.reason, emit=emit))
+        doomed = {candidate: outcome.reason}
         for other in sorted(sharing, reverse=True):
             why = f"it shares files with step {candidate}: {outcome.reason}"
             emit("corrupt", step=other, path=sharing[other], reason=why)
-            reasons.append(_set_aside(root, other, reason=why, emit=emit))
-    reasons += [f"kept as {path}" for path in found.set_aside]
+            doomed[other] = why
+        reasons += _set_aside(root, doomed, emit=emit)
+    kept = together.from_primary(list(found.set_aside))
+    reasons += [f"kept as {path}" for path in kept]
     if reasons:
         raise _no_checkpoint(f"no readable step in {root}:\n  " + "\n  ".join(reasons))
     unfinished = f"; {len(found.unfinished)} unfinished" if found.unfinished else ""
@@ -103,27 +110,29 @@ def restore_newest(
     return None
 
 
-def _set_aside(root: str, step: int, *, reason: str, emit: records.Emit) -> str:
-    """Quarantines a step, in the primary process; a line about it."""
-    if jax.process_index() != 0:
-        return f"step {step}: {reason}"
-    aside = layout.quarantine(layout.step_path(root, step))
-    emit("quarantine", step=step, path=aside, reason=reason)
-    return f"step {step}: {reason}; kept as {aside}"
+def _set_aside(
+    root: str, doomed: Mapping[int, str], *, emit: records.Emit
+) -> list[str]:
+    """Quarantines steps, in the primary process; a line about each.
+
+    Args:
+        root: the checkpoint root.
+        doomed: step -> why.
+        emit: told of each.
+
+    Raises:
+        OSError: one could not be renamed.
+    """
+    lines = []
+    with together.same_end(f"rename steps of {root} aside"):
+        for step, reason in doomed.items() if jax.process_index() == 0 else ():
+            aside = layout.quarantine(layout.step_path(root, step))
+            emit("quarantine", step=step, path=aside, reason=reason)
+            lines.append(f"step {step}: {reason}; kept as {aside}")
+    return together.from_primary(lines)
 
 
 # --- several processes --------------------------------------------------------
-
-
-def _agree_on_steps(steps: list[int]) -> list[int]:
-    """The steps that the primary process sees: one look at the root for all."""
-    if jax.process_count() == 1:
-        return list(steps)
-    count = int(multihost_utils.broadcast_one_to_all(np.int32(len(steps))))
-    mine = np.zeros(count, np.int32)
-    if jax.process_index() == 0:
-        mine[:] = steps
-    return [int(step) for step in multihost_utils.broadcast_one_to_all(mine)]
 
 
 def _read_together(root: str, step: int, reading: Reading) -> Restored | Damage:
@@ -134,42 +143,63 @@ def _read_together(root: str, step: int, reading: Reading) -> Restored | Damage:
         Exception: this one did.
     """
     path = layout.step_path(root, step)
-    if jax.process_count() == 1:
+    with together.same_end(f"read {path}"):
+        # What a process does not see at all is no damage: it looks elsewhere.
+        if jax.process_index() != 0 and not os.path.isdir(path):
+            raise _not_shared(f"process 0 sees {path}, this process does not")
         outcome = judge.read(path, reading, step=step)
-        return (
-            judge.prove(outcome, reading)
-            if isinstance(outcome, Restored)
-            else (outcome)
-        )
-    failure: BaseException | None = None
-    outcome = None
-    try:
-        outcome = judge.read(path, reading, step=step)
-    except Exception as error:
-        failure = error
-    _raise_together(failure, path)
-    if bad := _bad_elsewhere(not isinstance(outcome, Restored)):
-        return outcome if isinstance(outcome, Damage) else Damage.elsewhere(bad)
+    if damage := _any_damage(outcome):
+        judge.tell(damage, step=step, emit=reading.emit)
+        return damage
     assert isinstance(outcome, Restored)
-    # The digests of all parts are added up in all processes: the same verdict.
-    return judge.prove(outcome, reading)
+    _compare_records(outcome)
+    outcome = judge.prove(outcome, reading)
+    if isinstance(outcome, Damage):
+        judge.tell(outcome, step=step, emit=reading.emit)
+    return outcome
 
 
-def _raise_together(failure: BaseException | None, path: str) -> None:
-    bad = _bad_elsewhere(failure is not None)
-    if failure is not None:
-        raise failure
-    if bad:
-        text = f"process {bad[0]} cannot read {path}; its own message says why"
-        raise records.FaultError(
-            records.Fault(kind=records.FaultKind.CONFIG, evidence=text)
-        )
+def _any_damage(outcome: Restored | Damage) -> Damage | None:
+    """What any process has found wrong: the same in all of them."""
+    seen = outcome.to_json() if isinstance(outcome, Damage) else None
+    return Damage.union(
+        [one and Damage.from_json(one) for one in together.gather(seen)]
+    )
 
 
-def _bad_elsewhere(is_bad: bool) -> list[int]:
-    """The processes that say so; all of them ask at the same place."""
-    answers = multihost_utils.process_allgather(np.int32(is_bad))
-    return [index for index, answer in enumerate(np.ravel(answers)) if answer]
+def _compare_records(restored: Restored) -> None:
+    """Refuses to go on where each process has a step of its own under one label.
+
+    Raises:
+        FaultError: kind CONFIG.
+    """
+    if jax.process_count() == 1:
+        return
+    leaves = restored.manifest.leaves if restored.manifest else {}
+    values = {path: str(leaf.fingerprint) for path, leaf in leaves.items()}
+    mine = json.dumps([restored.record["time"], restored.record["state"], values])
+    seen = together.gather(hashlib.sha256(mine.encode()).hexdigest())
+    if others := [index for index, one in enumerate(seen) if one != seen[0]]:
+        raise _not_shared(f"processes 0 and {others[0]} see different {restored.path}")
+
+
+def _not_shared(text: str) -> records.FaultError:
+    text = f"{text}: the root must be one folder that all processes share"
+    return records.FaultError(
+        records.Fault(kind=records.FaultKind.CONFIG, evidence=text)
+    )
+
+
+def _sharing_steps(
+    root: str, step: int, *, damage: Damage, others: list[int]
+) -> dict[int, str]:
+    """See `judge.sharing_steps`; the primary process looks, nobody has renamed yet."""
+    with together.same_end(f"look for what shares files with step {step} of {root}"):
+        pairs: list[tuple[int, str]] = []
+        if jax.process_index() == 0:
+            found = judge.sharing_steps(root, step, damage=damage, others=others)
+            pairs = list(found.items())
+    return dict(together.from_primary(pairs))
 
 
 # --- refusals -----------------------------------------------------------------
@@ -198,10 +228,10 @@ def refuse_foreign(found: layout.Discovery) -> None:
 
 
 def _restore_exactly(
-    root: str, reading: Reading, *, step: int, found: layout.Discovery
+    root: str, reading: Reading, *, step: int, steps: list[int]
 ) -> Restored:
-    if step not in found.steps:
-        there = ", ".join(map(str, found.steps)) or "none"
+    if step not in steps:
+        there = ", ".join(map(str, steps)) or "none"
         raise _no_checkpoint(f"step {step} is not in {root}; there: {there}")
     outcome = _read_together(root, step, reading)
     if isinstance(outcome, Restored):

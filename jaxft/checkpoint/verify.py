@@ -72,10 +72,7 @@ def verify_step(
         )
     except manifests.ManifestError as error:
         return [Problem(_MANIFEST_PATH, str(error))]
-    problems = manifests.check_files(step_path, manifest, full=full)
-    if not any(problem.path == _RECORD_PATH for problem in problems):
-        problems += _check_record(step_path, manifest)
-    problems += _check_shadows(step_path, manifest)
+    problems = check_step(step_path, manifest, full=full)
     if full:
         gone = {problem.leaf for problem in problems}
         problems += check_leaves(
@@ -86,6 +83,26 @@ def verify_step(
             progress=progress,
         )
     return problems
+
+
+def check_step(
+    step_path: str | os.PathLike[str], manifest: Manifest, *, full: bool
+) -> list[Problem]:
+    """What is wrong with a step as far as its files tell; its arrays are not read.
+
+    Args:
+        step_path: the step's folder.
+        manifest: its manifest.
+        full: also reads what has a sha256; otherwise only the JSON and the lengths.
+
+    Raises:
+        FaultError: kind CONFIG: a newer jaxft wrote it.
+        OSError: a part of it is there but cannot be read.
+    """
+    problems = manifests.check_files(step_path, manifest, full=full)
+    if not any(problem.path == _RECORD_PATH for problem in problems):
+        problems += _check_record(step_path, manifest)
+    return problems + _check_shadows(step_path, manifest)
 
 
 _MANIFEST_PATH = f"{manifests.MANIFEST_ITEM}/{manifests.MANIFEST_FILE}"

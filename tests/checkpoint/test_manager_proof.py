@@ -112,17 +112,32 @@ def test_a_tree_of_ones_own_names_is_asked_as_a_whole(
         assert checkpoints.steps() == ([] if is_refused else [1])
 
 
-def test_an_unhealthy_step_of_somebody_else_is_passed_over(tmp_path):
+@pytest.mark.parametrize("mode", ["full", "sample", "off"])
+def test_an_unhealthy_step_of_somebody_else_is_passed_over(tmp_path, mode):
     _fill(tmp_path, 10, 20)
     proof = manifest.read(tmp_path / "20")
     (tmp_path / "20/manifest/metadata").unlink()
     sick = {"healthy": False, "unhealthy": ("params/w",)}
     manifest.write(tmp_path / "20", manifest.dataclasses.replace(proof, **sick))
     events = Events()
-    checkpoints = manager.CheckpointManager(tmp_path, emit=events)
+    checkpoints = manager.CheckpointManager(tmp_path, verify=mode, emit=events)
     assert checkpoints.restore(_state(0)).step == 10
     assert events.of("unhealthy") == [{"step": 20, "leaves": ["params/w"]}]
+    assert events.of("corrupt") == []
     assert "params/w" in events.of("quarantine")[0]["reason"]
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_only_who_asks_for_no_proof_goes_on_without_a_manifest(tmp_path, is_there):
+    _fill(tmp_path, 10, 20)
+    file = tmp_path / "20/manifest/metadata"
+    data = file.read_bytes()
+    file.unlink()
+    if is_there:
+        file.write_bytes(data[:-9])
+    restored = manager.CheckpointManager(tmp_path, verify="off").restore(_state(0))
+    assert (restored.step, restored.manifest) == (20, None)
+    assert manager.CheckpointManager(tmp_path).restore(_state(0)).step == 10
 
 
 # --- links --------------------------------------------------------------------

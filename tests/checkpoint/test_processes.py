@@ -1,11 +1,22 @@
 """Two real processes: one checkpoint of both, and what is refused there."""
 
+import dataclasses
 import os
+import pathlib
+import shutil
 import socket
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxft.checkpoint import manifest
+from jaxft.checkpoint.manager import CheckpointManager
+from jaxft.fingerprints import Fingerprint
 
 pytestmark = [pytest.mark.device, pytest.mark.timeout(120)]
 
@@ -90,6 +101,53 @@ print(restored.step, restored.num_proven, np.asarray(mine.data).tolist())
 """
 
 
+ALONE = """
+import faulthandler, os, sys
+faulthandler.dump_traceback_later(80, exit=True)
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+jax.distributed.initialize(sys.argv[2], 2, int(sys.argv[3]))
+from jaxft import records
+from jaxft.checkpoint import judge
+from jaxft.checkpoint.manager import CheckpointManager
+
+root, is_second = sys.argv[1], jax.process_index() == 1
+rows = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec("data"))
+make = jax.jit(lambda: {"w": jnp.zeros(16), "frozen": jnp.zeros(4096)},
+               out_shardings=rows)
+target = {"params": make(), "n": np.arange(3)}
+
+def emit(kind, /, **fields):
+    if kind in ("corrupt", "quarantine", "unhealthy"):
+        print(kind, fields["step"], fields.get("path", ""))
+
+def restore(root, **settings):
+    try:
+        restored = CheckpointManager(root, emit=emit).restore(target, **settings)
+        print("restored", restored and restored.step)
+    except (records.FaultError, ZeroDivisionError) as error:
+        print("raised", getattr(error, "fault", None) and error.fault.kind, error)
+
+def dislike(step):
+    return lambda record: "no" if is_second and record["step"] == step else ""
+
+restore(root)
+restore(root, check=dislike(5))
+restore(root, check=lambda record: str(1 // (not is_second))[1:])
+restore(f"{root}-copy/2/run/metadata" if is_second else root)
+restore(f"{root}-absent" if is_second else root)
+restore(f"{root}-copy" if is_second else root)
+restore(root, step=9)
+read = judge.orbax_io.read_state
+def flip(*args, **settings):
+    state = read(*args, **settings)
+    state["n"][1] += is_second
+    return state
+judge.orbax_io.read_state = flip
+restore(root)
+"""
+
+
 def _run(program, root):
     """What each of two processes says."""
     with socket.socket() as free:
@@ -138,3 +196,73 @@ def test_both_prove_what_they_save_and_fall_back_together(tmp_path):
         assert lines[-1] == f"2 3 {[2.0 * i for i in range(8 * index, 8 * index + 8)]}"
     names = sorted(os.listdir(tmp_path / "root"))
     assert names == ["1", "2", "3.quarantined-1"]
+
+
+def test_what_one_process_sees_is_for_all(tmp_path):
+    """Each damage, failure and view here is of the second process alone."""
+    root = tmp_path / "root"
+    rows = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("x",)), PartitionSpec("x"))
+
+    def state(step):
+        frozen = jax.device_put(jnp.arange(4096.0), rows)
+        w = jax.device_put(jnp.arange(16.0) * step, rows)
+        return {"params": {"w": w, "frozen": frozen}, "n": np.arange(3)}
+
+    with CheckpointManager(root, keep="last(9)", layout="files") as checkpoints:
+        for step in range(1, 7):
+            checkpoints.save(step, state(step), force=True)
+    shutil.copytree(root, f"{root}-copy")
+    for step in range(1, 7):
+        record = pathlib.Path(f"{root}-copy", str(step), "manifest/metadata")
+        proof = manifest.read(record.parents[1])
+        record.unlink()
+        entry = dataclasses.replace(proof.leaves["n"], fingerprint=Fingerprint(1, 2))
+        leaves = {**proof.leaves, "n": entry}
+        manifest.write(record.parents[1], dataclasses.replace(proof, leaves=leaves))
+    # Of the chunks of a leaf, each process reads one.
+    chunk = "state/params.frozen/c/1"
+    files = {step: root / str(step) / chunk for step in range(1, 7)}
+    sharing = [s for s in range(5, 0, -1) if files[s].samefile(files[6])]
+    assert sharing
+    files[6].chmod(0o600)
+    data = bytearray(files[6].read_bytes())
+    data[100] ^= 1
+    files[6].write_bytes(data)
+
+    first, second = _run(ALONE, root)
+    left = [step for step in range(6, 0, -1) if step not in (6, *sharing)]
+    bad = [*(f"corrupt {s} {chunk}" for s in (6, *sharing)), f"corrupt {left[0]} "]
+    assert [line for line in first if line.startswith("corrupt")] == bad
+    assert [line for line in second if line.startswith("corrupt")] == bad
+    # The primary process alone renames.
+    aside = [line.split()[:2] for line in first if line.startswith("quarantine")]
+    assert aside == [["quarantine", str(s)] for s in (6, *sharing, left[0])]
+    assert not [line for line in second if line.startswith("quarantine")]
+    ends = zip(
+        *(
+            [line for line in lines if line.startswith(("restored", "raised"))]
+            for lines in (first, second)
+        ),
+        strict=True,
+    )
+    step, next_step = left[0], left[1]
+    config, cannot = "raised config ", "raised config process 1 cannot "
+    path = f"{root}/{next_step}"
+    for (one, other), (want, want_other) in zip(
+        ends,
+        [
+            (f"restored {step}", f"restored {step}"),
+            (f"restored {next_step}", f"restored {next_step}"),
+            (f"{cannot}read {path}", "raised None integer division"),
+            (f"{cannot}look into {root}", config),
+            (f"{cannot}read {path}", f"{config}process 0 sees "),
+            (f"{config}processes 0 and 1 see different {path}", config),
+            ("raised no_checkpoint step 9", "raised no_checkpoint step 9"),
+            (f"raised exception {path} is right", f"raised exception {path} is right"),
+        ],
+        strict=True,
+    ):
+        assert one.startswith(want)
+        assert other.startswith(want_other)
+    there = sorted(name for name in os.listdir(root) if name.isdecimal())
+    assert there == sorted(str(step) for step in left[1:])
