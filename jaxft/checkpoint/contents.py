@@ -33,6 +33,7 @@ BYTE_DTYPES = {
 }
 PYTHON_DTYPES = {"int": "int64", "float": "float64", "bool": "bool"}
 
+_IN_A_WORKDIR = "checkpoints"
 _ITEMS = (layout.STATE_ITEM, "default", "pytree")
 
 
@@ -233,6 +234,12 @@ def decode(value: np.ndarray, dtype: str) -> np.ndarray:
     if dtype.startswith("uint"):
         return value.astype(BYTE_DTYPES[dtype])
     return value.view(BYTE_DTYPES[dtype])
+
+
+def find_root(path: str) -> str:
+    """The checkpoint root that a folder is or, as a workdir, has."""
+    below = os.path.join(path, _IN_A_WORKDIR)
+    return below if os.path.isdir(below) else path
 
 
 def find_item(path: str | os.PathLike[str]) -> str:

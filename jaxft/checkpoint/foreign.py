@@ -68,7 +68,8 @@ def load(
     """Loads leaves of a checkpoint that any Orbax wrote; reads no other leaf.
 
     Args:
-        path: an item, a step, or a root, of which the newest step is taken.
+        path: an item, a step, or a root or workdir, of which the newest step is taken
+            that was neither rolled back nor saved with values that are not finite.
         target: the tree to come back: arrays, `jax.ShapeDtypeStruct`, numbers, text.
             JAX arrays are placed as `leaves.match` says. None for NumPy.
         paths: globs over stored paths; see `jaxft/patterns.py`.

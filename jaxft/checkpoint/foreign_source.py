@@ -3,7 +3,9 @@
 World: host-only. Floor: above `array_store`, below `foreign`. Read
 `jaxft/checkpoint/array_store.py` before and `jaxft/checkpoint/foreign.py` after.
 
-A path may be a root of steps (then the newest is meant), a step, or one item of it.
+A path may be a workdir or a root of steps, a step, or one item of it. Of a root the
+newest step is meant; of one of ours, which was neither rolled back nor saved when its
+values were not finite.
 Only the leaves that are asked for are read. Those of a step of ours are compared with
 the fingerprints in its manifest; of another one, what its own checksums prove is all
 that there is.
@@ -25,6 +27,7 @@ from jaxft import fingerprints, records
 from jaxft.checkpoint import (
     array_store,
     contents,
+    decisions,
     layout,
     manifest,
     run_record,
@@ -61,11 +64,11 @@ def find_item(path: str | os.PathLike[str]) -> str:
     """The item folder that a path means.
 
     Args:
-        path: an item, a step, or a root of steps.
+        path: an item, a step, a root of steps, or a workdir.
 
     Raises:
-        FaultError: kind CONFIG: there is no such folder, it holds no checkpoint, or
-            it holds several; it is named.
+        FaultError: kind CONFIG: there is no such folder, it holds no checkpoint that
+            may be loaded, or it holds several; it is named.
         OSError: it cannot be read.
     """
     try:
@@ -78,7 +81,8 @@ def find_item(path: str | os.PathLike[str]) -> str:
         raise refuse(f"{folder} does not exist: there is no checkpoint to load")
     step = folder
     if not _has_item(folder):
-        step = _newest_step(folder) or folder
+        root = contents.find_root(folder)
+        step = _newest_step(root) or root
     try:
         return contents.find_item(step)
     except stored_tree.ArrayError as error:
@@ -95,6 +99,24 @@ def _has_item(folder: str) -> bool:
 
 
 def _newest_step(root: str) -> str | None:
+    found = decisions.discover(root)
+    for info in reversed(found.committed):
+        if _is_healthy(info.path):
+            return info.path
+    if found.committed or found.abandoned or found.set_aside:
+        raise refuse(f"{root} has no step left that is a resume point: name one")
+    return _newest_of_others(root)
+
+
+def _is_healthy(step_path: str) -> bool:
+    """Whether a step is a resume point, as far as it can say."""
+    try:
+        return manifest.read(step_path).healthy
+    except (OSError, manifest.ManifestError):
+        return True  # If that is damage, then who reads it is told.
+
+
+def _newest_of_others(root: str) -> str | None:
     steps = {
         int(match[1]): name
         for name in os.listdir(root)

@@ -12,7 +12,7 @@ import pathlib
 from collections.abc import Iterator
 
 from jaxft import records
-from jaxft.checkpoint import decisions, layout, manifest
+from jaxft.checkpoint import contents, decisions, layout, manifest
 from jaxft.checkpoint.run_record import RECORD_FILE
 from jaxft.checkpoint.stored_tree import TREE_FILE
 from jaxft.recovery.workdir import WorkdirLock
@@ -25,7 +25,6 @@ _OF_A_STEP = (
     "_CHECKPOINT_METADATA",
     TREE_FILE,
 )
-_IN_A_WORKDIR = "checkpoints"
 
 
 def root_at(text: str) -> str:
@@ -37,8 +36,7 @@ def root_at(text: str) -> str:
     path = _existing(text)
     if _is_step(path):
         raise _refused(f"{path} is a step: give the root that holds it")
-    below = os.path.join(path, _IN_A_WORKDIR)
-    return below if os.path.isdir(below) else path
+    return contents.find_root(path)
 
 
 def steps_at(text: str) -> list[str]:

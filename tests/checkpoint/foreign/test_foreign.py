@@ -1,5 +1,6 @@
 """Any checkpoint, whole or in part, under any names, into any placement."""
 
+import dataclasses
 import os
 import pathlib
 import subprocess
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxft import records
-from jaxft.checkpoint import foreign, leaves
+from jaxft.checkpoint import decisions, foreign, layout, leaves, manager, manifest
 
 pytestmark = pytest.mark.device
 ROOT = pathlib.Path(__file__).parents[3]
@@ -332,6 +333,30 @@ def test_of_a_root_the_newest_step_and_of_several_items_none(tmp_path, save, sta
     with pytest.raises(records.FaultError, match="several items: first, second"):
         foreign.load(tmp_path / "many")
     assert foreign.load(tmp_path / "many" / "1" / "second").tree["a"] == 1
+
+
+def test_of_a_root_of_ours_what_a_run_would_resume_from(tmp_path, save):
+    root = tmp_path / "run" / "checkpoints"
+    with manager.CheckpointManager(root, health="a") as ours:
+        for step in (10, 20, 30):
+            ours.save(step, {"a": jnp.float32(step)}, force=True)
+    for path in (root, tmp_path / "run"):
+        assert foreign.load(path).tree["a"] == 30
+    decisions.roll_back(root, to=20, reason="test")
+    # As a kill between the decision and the rename leaves it.
+    (root / "30.abandoned-t0").rename(root / "30")
+    for path in (root, tmp_path / "run"):
+        assert foreign.load(path).tree["a"] == 20
+    proven = manifest.read(root / "20")
+    file = root / "20" / "manifest" / "metadata"
+    changed = dataclasses.replace(proven, healthy=False, unhealthy=("a",))
+    _overwrite(file, manifest.encode(changed))
+    assert foreign.load(root).tree["a"] == 10
+    assert foreign.load(root / "20").tree["a"] == 20  # It was asked for by name.
+    layout.quarantine(str(root / "10"))
+    with pytest.raises(records.FaultError, match="no step left") as info:
+        foreign.load(tmp_path / "run")
+    assert info.value.fault.kind is records.FaultKind.CONFIG
 
 
 def _overwrite(file: pathlib.Path, data: bytes) -> None:
