@@ -46,10 +46,7 @@ class FolderTarget:
         found = {}
         for step in layout.discover(self.where).steps:
             file = pathlib.Path(self._step_path(step), mirror_mark.MARK_FILE)
-            stat: tuple[int, ...] = ()
-            with contextlib.suppress(FileNotFoundError):
-                told = file.stat()
-                stat = (told.st_ino, told.st_mtime_ns, told.st_size)
+            stat = _stat(file)
             known = self._marks.get(step)
             if known is None or known[0] != stat:
                 known = stat, _read_mark(file, step=step)
@@ -151,6 +148,8 @@ class FolderTarget:
             os.rename(final, doomed)
         os.rename(copy, final)
         layout.sync_folder(self.where)
+        stat = _stat(pathlib.Path(final, mirror_mark.MARK_FILE))
+        self._marks[mark.step] = stat, mark
         _remove(doomed)
 
     def remove(
@@ -192,6 +191,14 @@ class FolderTarget:
 
     def _step_path(self, step: int) -> str:
         return layout.step_path(self.where, step)
+
+
+def _stat(file: pathlib.Path) -> tuple[int, ...]:
+    """What changes with a file; empty for none."""
+    with contextlib.suppress(FileNotFoundError):
+        stat = file.stat()
+        return stat.st_ino, stat.st_mtime_ns, stat.st_size
+    return ()
 
 
 def _read_mark(file: pathlib.Path, *, step: int) -> mirror_mark.Mark | None:
