@@ -5,9 +5,10 @@ World: host-only. Floor: above `run_record`, below `array_store`. Read
 
     <step>/manifest/metadata      one JSON object that ends in its own sha256
 
-Chunks of the layout `files` end in crc32c, and their leaf has a fingerprint; every
-other file of the step is here with its length and sha256. So no bit of a step can
-change unseen: not in the arrays, not in what describes them, not in the manifest.
+Chunks of the layout `files` end in crc32c, and their leaf has a fingerprint; so do the
+values in the large files of a database. Every other file of the step is here with its
+length and sha256. So no bit that is read of a step can change unseen: not in the
+arrays, not in what describes them, not in the manifest.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ MANIFEST_FILE = "metadata"
 
 _DIGEST = b',"sha256":"'
 _BLOCK_BYTES = 2**20
+# What is in a larger file of a database, nodes as well as chunks, ends in crc32c: the
+# commit does not wait until all bytes have been read a second time.
+MAX_DIGESTED_BYTES = 2**22
 _NUM_THREADS = 8
 
 
@@ -75,7 +79,8 @@ class FileEntry:
     Attributes:
         path: relative to the step, with forward slashes.
         num_bytes: its length.
-        sha256: of its bytes; empty for a chunk that proves itself by its crc32c.
+        sha256: of its bytes; empty for a chunk that proves itself by its crc32c, and
+            for a large file of such chunks.
     """
 
     path: str
@@ -139,13 +144,20 @@ def collect_files(
     Args:
         step_path: the step's folder, whatever it is called by now.
         array_layout: `files` or `ocdbt`; chunks of `files` that end in crc32c are
-            not read.
+            not read, nor large data files of `ocdbt`.
 
     Raises:
         OSError: a file cannot be read.
     """
     sizes = list_files(step_path)
-    is_proven = _self_proving(step_path, sizes) if array_layout == "files" else set()
+    if array_layout == "files":
+        is_proven = _self_proving(step_path, sizes)
+    else:
+        is_proven = {
+            path
+            for path, size in sizes.items()
+            if size > MAX_DIGESTED_BYTES and is_database_part(path)
+        }
     digests = _digest_files(
         step_path, [path for path in sizes if path not in is_proven]
     )
@@ -193,6 +205,12 @@ def leaf_folder(path: str, files: Mapping[str, Any]) -> str:
         if not parts[index].isdecimal():
             return ""
     return ""
+
+
+def is_database_part(path: str) -> bool:
+    """Whether a file of layout `ocdbt` is one of those that hold nodes and values."""
+    item, *folders, _ = path.split("/")
+    return item == layout.STATE_ITEM and folders[-1:] == ["d"] and len(folders) <= 2
 
 
 def _self_proving(

@@ -1,5 +1,6 @@
 """What the manager proves: health, links, manifests, and that a restore is equal."""
 
+import functools
 import itertools
 import json
 import os
@@ -255,6 +256,65 @@ def test_how_much_is_proven_is_told(tmp_path, mode, num_proven):
     assert (told["verify"], told["num_proven"]) == (mode, num_proven)
     assert 0 <= told["verify_secs"] <= told["secs"]
     assert events.of("unverified") == []
+
+
+def _flip(path, *, share=0.5):
+    data = bytearray(path.read_bytes())
+    data[int(share * len(data))] ^= 1
+    path.chmod(0o600)
+    path.write_bytes(data)
+
+
+def test_a_leaf_called_like_a_database_folder_is_proven_as_well(tmp_path):
+    """Its notes, too: a flip in them is named, whatever the reader makes of it."""
+    with manager.CheckpointManager(tmp_path, layout="files") as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, {"d": jnp.arange(8.0) + step}, force=True)
+    note = tmp_path / "2/state/d/zarr.json"
+    _flip(note, share=0)
+    events = Events()
+    checkpoints = manager.CheckpointManager(tmp_path, verify="sample", emit=events)
+    assert checkpoints.restore({"d": jnp.zeros(8)}).step == 1
+    assert events.of("corrupt")[0]["path"] == "state/d/zarr.json"
+    assert "sha256" in events.of("corrupt")[0]["reason"]
+
+
+@pytest.mark.parametrize("share", [0.01, 0.5, 0.99])
+def test_a_flip_in_a_large_file_of_a_database_is_never_restored(tmp_path, share):
+    target = {"w": jnp.arange(2.0**21), "b": jnp.zeros(4)}
+    with manager.CheckpointManager(tmp_path, layout="ocdbt") as checkpoints:
+        for step in (1, 2):
+            state = {"w": target["w"] + step, "b": target["b"] + step}
+            checkpoints.save(step, state, force=True)
+    files = manifest.read(tmp_path / "2").files
+    large = [path for path, entry in files.items() if not entry.sha256]
+    assert large
+    _flip(
+        max((tmp_path / "2" / path for path in large), key=os.path.getsize), share=share
+    )
+    events = Events()
+    restored = manager.CheckpointManager(tmp_path, emit=events).restore(target)
+    assert restored.step == 1
+    assert np.array_equal(restored.state["w"], np.arange(2.0**21) + 1)
+    assert events.of("corrupt")[0]["step"] == 2
+
+
+def test_a_restore_reads_the_manifest_once_and_looks_at_each_file_once(
+    tmp_path, monkeypatch
+):
+    _fill(tmp_path, 1)
+    checkpoints = manager.CheckpointManager(tmp_path)
+    calls = []
+
+    def count(real, *args, **settings):
+        calls.append(real.__name__)
+        return real(*args, **settings)
+
+    for real in (manifest.read, manifest.check_files):
+        counted = functools.partial(count, real)
+        monkeypatch.setattr(manifest, real.__name__, counted)
+    assert checkpoints.restore(_state(0)).num_proven == 5
+    assert calls == ["read", "check_files"]
 
 
 def _old_step(root, step):

@@ -102,6 +102,20 @@ def test_only_chunks_that_end_in_a_checksum_have_no_digest(step):
     assert all(entry.sha256 for entry in ocdbt.values())
 
 
+def test_only_large_data_files_of_a_database_have_no_digest(step):
+    small, large = bytes(manifests.MAX_DIGESTED_BYTES), bytes(2**22 + 1)
+    names = ["state/d/1", "state/ocdbt.process_0/d/2", "state/a.w/x/d/3", "run/d/4"]
+    for name in names:
+        for end, data in (("", large), (".small", small)):
+            (step / name).parent.mkdir(parents=True, exist_ok=True)
+            (step / f"{name}{end}").write_bytes(data)
+    files = manifests.collect_files(step, array_layout="ocdbt")
+    assert {path for path, entry in files.items() if not entry.sha256} == {*names[:2]}
+    # A leaf may be called like their folder.
+    files = manifests.collect_files(step, array_layout="files")
+    assert all(files[name].sha256 for name in names)
+
+
 def test_any_flipped_bit_and_any_cut_of_it_is_damage(step):
     manifests.write(step, _manifest(step))
     data = (step / "manifest/metadata").read_bytes()

@@ -1,5 +1,6 @@
 """Verification: no bit of a step changes unseen, and what changed is named."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -112,6 +113,30 @@ def test_every_damage_of_every_file_is_found(proven, tmp_path, full):
             (step / name).unlink(missing_ok=True)
             shutil.copy2(good, step / name)
     assert not verify.verify_step(step)
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_a_large_file_of_a_database_is_proven_by_its_values(tmp_path, codec):
+    values = np.random.default_rng(0).integers(0, 255, 6 << 20, np.uint8)
+    leaves = {"w": values, "b": np.arange(9)}
+    step = handmade.make_step(tmp_path, 1, leaves, layout="ocdbt", codec=codec)
+    proof = manifests.read(step)
+    (large,) = (path for path, entry in proof.files.items() if not entry.sha256)
+    assert proof.files[large].num_bytes > manifests.MAX_DIGESTED_BYTES
+    assert verify.verify_step(step) == []
+    file = step / large
+    file.chmod(0o600)
+    good = file.read_bytes()
+    for share in (0.1, 0.5, 0.9):
+        bad = bytearray(good)
+        bad[int(share * len(bad))] ^= 1
+        file.write_bytes(bad)
+        assert [one.leaf for one in verify.verify_step(step)] == ["w"]
+    # Only a database has files of this kind.
+    file.write_bytes(good)
+    other = dataclasses.replace(proof, array_layout="files")
+    problems = verify.check_step(step, other, full=False)
+    assert [one.path for one in problems] == [large]
 
 
 @pytest.mark.slow
