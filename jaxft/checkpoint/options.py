@@ -9,16 +9,20 @@ from __future__ import annotations
 import dataclasses
 import enum
 import os
-import pathlib
 import re
+from collections.abc import Iterable
 from typing import TypeVar
 
-from jaxft.checkpoint import layout
-from jaxft.config import ArrayLayout, Codec, ConfigError, Verify
+from jaxft import patterns
+from jaxft.checkpoint import host_memory, layout
+from jaxft.config import ArrayLayout, CheckpointConfig, Codec, ConfigError, Verify
+
+# Which leaves must be finite, unless somebody says so. Not every state has them all.
+HEALTH = CheckpointConfig().health
 
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
-_AVAILABLE = re.compile(r"MemAvailable:\s*(\d+) kB")
-_MIN_AUTO_BYTES = 2**30
+_MIN_AUTO_BYTES = 2**26
+_UNKNOWN_BYTES = 2**30  # taken where the system does not say what it has
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 # Below this many bytes a leaf, the files of a step cost more than its bytes.
@@ -78,12 +82,37 @@ def _memory_bytes(text: str) -> int:
     """A size, or for `auto` half of the memory that is available now."""
     if text.strip() != "auto":
         return parse_bytes(text, path="checkpoint.memory_budget")
-    try:
-        found = _AVAILABLE.search(pathlib.Path("/proc/meminfo").read_text())
-    except OSError:
-        found = None
-    available = int(found[1]) * 1024 if found else 0
+    available = host_memory.available_bytes()
+    if available is None:
+        return _UNKNOWN_BYTES
     return max(_MIN_AUTO_BYTES, available // 2)
+
+
+def check_health(health: str, paths: Iterable[str]) -> None:
+    """Refuses a glob that names no leaf: what it was meant for would go unwatched.
+
+    Args:
+        health: the setting.
+        paths: of all leaves of the state.
+
+    Raises:
+        ConfigError: it names the glob.
+    """
+    paths = list(paths)
+    usual = _globs(HEALTH)
+    for glob in _globs(health):
+        if glob in usual or glob.startswith("!"):
+            continue
+        if not patterns.Patterns(glob).select(paths):
+            tops = sorted({path.partition("/")[0] for path in paths})
+            raise ConfigError(
+                "checkpoint.health",
+                f"{glob!r} fits no leaf; the state has {', '.join(tops[:20])}",
+            )
+
+
+def _globs(text: str) -> list[str]:
+    return [glob.strip() for glob in text.split(",") if glob.strip()]
 
 
 def checked_root(root: str | os.PathLike[str], *, timeout_secs: float) -> str:
