@@ -1,7 +1,7 @@
 """Loads from any checkpoint: a part of it, under other names, in other dtypes.
 
-World: device. Floor: above `foreign_source`, `renames` and `leaves`. Read
-`jaxft/checkpoint/foreign_source.py` before.
+World: device. Floor: above `foreign_fit` and `renames`. Read
+`jaxft/checkpoint/foreign_fit.py` before.
 
 Nothing is guessed: what the target lacks, what the checkpoint lacks and every dtype
 that differs is an error that lists all of it, unless it is allowed by name. What was
@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxft import patterns, records
-from jaxft.checkpoint import contents, foreign_source, leaves, renames, run_record
+from jaxft.checkpoint import foreign_fit, foreign_source, leaves, renames, run_record
 
 PyTree = Any
 
@@ -92,7 +92,9 @@ def load(
     """
     source = foreign_source.ForeignSource(path, memory_bytes=memory_bytes)
     names = _select(source, paths=paths, rename=rename or {})
-    options = _Options(optional=optional, allow_cast=allow_cast, strict=strict)
+    options = foreign_fit.Options(
+        optional=optional, allow_cast=allow_cast, strict=strict
+    )
     return _load(source, names, target, options=options, emit=emit)
 
 
@@ -100,7 +102,7 @@ def init_params(
     path: str | os.PathLike[str],
     params: PyTree,
     *,
-    paths: str = "**",
+    paths: str = "",
     rename: Mapping[str, str] | None = None,
     optional: str = "",
     allow_cast: str = "",
@@ -112,7 +114,8 @@ def init_params(
     Args:
         path: see `load`.
         params: the parameters as arrays or `jax.ShapeDtypeStruct`.
-        paths: globs over stored paths, from which the parameters are taken.
+        paths: globs over stored paths, from which the parameters are taken; empty
+            for `params/**` where a whole state is stored, and for all otherwise.
         rename: stored path -> path in the parameters' own tree or, below `params`,
             in a whole state. If any leaf is below `params` then only those count;
             else all that `paths` names do.
@@ -130,22 +133,30 @@ def init_params(
         OSError: see `load`.
     """
     source = foreign_source.ForeignSource(path, memory_bytes=memory_bytes)
-    names = _select(source, paths=paths, rename=rename or {})
+    names = name_params(source, paths=paths, rename=rename or {})
+    options = foreign_fit.Options(optional=optional, allow_cast=allow_cast, strict=True)
+    return _load(source, names, params, options=options, emit=emit)
+
+
+def name_params(
+    source: foreign_source.ForeignSource, *, paths: str, rename: Mapping[str, str]
+) -> dict[str, str]:
+    """Path in the parameters -> stored path, of the leaves that `init_params` means.
+
+    Raises:
+        FaultError: see `load`.
+    """
     prefix = f"{_PARAMS}/"
+    if not paths:
+        is_state = any(stored.startswith(prefix) for stored in source.segments)
+        paths = f"{prefix}**" if is_state else "**"
+    names = _select(source, paths=paths, rename=rename)
     below = {
         name.removeprefix(prefix): stored
         for name, stored in names.items()
         if name.startswith(prefix)
     }
-    options = _Options(optional=optional, allow_cast=allow_cast, strict=True)
-    return _load(source, below or names, params, options=options, emit=emit)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Options:
-    optional: str
-    allow_cast: str
-    strict: bool
+    return below or names
 
 
 def _select(
@@ -167,7 +178,7 @@ def _load(
     names: Mapping[str, str],
     target: PyTree,
     *,
-    options: _Options,
+    options: foreign_fit.Options,
     emit: records.Emit,
 ) -> Loaded:
     if target is None:
@@ -210,122 +221,23 @@ def _load_into(
     names: Mapping[str, str],
     target: PyTree,
     *,
-    options: _Options,
+    options: foreign_fit.Options,
 ) -> Loaded:
-    wanted = {name: leaf for name, (_, leaf) in leaves.flatten(target).items()}
-    problems: list[str] = []
-    missing = tuple(name for name in wanted if name not in names)
-    optional = patterns.Patterns(options.optional)
-    for name in missing:
-        if options.strict and not optional.match(name):
-            problems.append(f"{name}: not in the checkpoint, and not optional")
-        elif isinstance(wanted[name], jax.ShapeDtypeStruct):
-            problems.append(f"{name}: not in the checkpoint, and has no value to keep")
-    unexpected = tuple(name for name in names if name not in wanted)
-    if options.strict:
-        problems += [f"{name}: not in the target" for name in unexpected]
-    specs, cast = {}, {}
-    allowed = patterns.Patterns(options.allow_cast)
-    for name in [name for name in wanted if name in names]:
-        stored = _spec_of(source, names[name])
-        specs[name] = _spec_as(wanted[name], stored)
-        pair = (_dtype_of(stored), _dtype_of(specs[name]))
-        if pair[0] == pair[1]:
-            continue
-        # A Python number holds whatever number of its kind is stored.
-        is_python = specs[name].kind in run_record.PYTHON_KINDS
-        if not is_python:
-            cast[name] = pair
-        is_allowed = is_python or allowed.match(name)
-        if reason := _refuse_cast(*pair, is_allowed=is_allowed):
-            problems.append(f"{name}: stored {stored}, wanted {pair[1]}: {reason}")
-    requests = _match(wanted, specs, problems=problems, path=source.path)
+    wanted = foreign_fit.by_path(target)
+    found = foreign_fit.compare(source, names, wanted, options=options)
+    if problems := found.differences.problems():
+        raise leaves.TargetMismatchError(source.path, problems)
     values = dict(wanted)
-    values |= _read_leaves(source, names, requests)
+    values |= _read_leaves(source, names, found.requests)
     tree = jax.tree.unflatten(jax.tree.structure(target), list(values.values()))
     return Loaded(
         tree=tree,
         path=source.path,
-        missing=missing,
-        unexpected=unexpected,
-        cast=cast,
+        missing=found.missing,
+        unexpected=found.unexpected,
+        cast=found.cast,
         num_bytes=source.num_bytes,
     )
-
-
-def _match(
-    wanted: Mapping[str, Any],
-    specs: Mapping[str, run_record.LeafSpec],
-    *,
-    problems: list[str],
-    path: str,
-) -> dict[str, leaves.Request]:
-    """How each leaf is read; all problems in one error."""
-    requests: dict[str, leaves.Request] = {}
-    try:
-        # Flat: a path is one key there. The whole target decides where things go.
-        requests = leaves.match(
-            {name: wanted[name] for name in specs}, specs, path=path
-        )
-    except leaves.TargetMismatchError as error:
-        known = {problem.partition(":")[0] for problem in problems}
-        problems = problems + [
-            problem
-            for problem in error.problems
-            if problem.partition(":")[0] not in known
-        ]
-    if problems:
-        raise leaves.TargetMismatchError(path, sorted(problems))
-    return requests
-
-
-def _spec_of(source: foreign_source.ForeignSource, path: str) -> run_record.LeafSpec:
-    """Type of a stored leaf; of typed keys that of the keys, not of their data."""
-    spec = source.spec(path)
-    if impl := source.key_impl(path):
-        data = jax.ShapeDtypeStruct(spec.shape, spec.dtype)
-        keys = jax.eval_shape(lambda x: jax.random.wrap_key_data(x, impl=impl), data)
-        return run_record.LeafSpec(spec.kind, str(keys.dtype), keys.shape)
-    return spec
-
-
-def _spec_as(leaf: Any, stored: run_record.LeafSpec) -> run_record.LeafSpec:
-    """The stored leaf as one of the target's kind and dtype, where it can be one."""
-    kinds = run_record.LeafKind
-    if stored.kind is kinds.TEXT:
-        return stored
-    if type(leaf) in (bool, int, float) and not stored.shape:
-        return run_record.LeafSpec(kinds(type(leaf).__name__))
-    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        kind = kinds.WEAK if getattr(leaf, "weak_type", False) else kinds.ARRAY
-    elif isinstance(leaf, np.generic):
-        kind = kinds.NUMPY_SCALAR
-    elif isinstance(leaf, np.ndarray):
-        kind = kinds.NUMPY
-    else:
-        return stored
-    return run_record.LeafSpec(kind, str(leaf.dtype), stored.shape)
-
-
-def _dtype_of(spec: run_record.LeafSpec) -> str:
-    """Name of the dtype that a leaf has as an array."""
-    return contents.PYTHON_DTYPES.get(spec.kind) or spec.dtype or str(spec.kind)
-
-
-def _refuse_cast(old: str, new: str, *, is_allowed: bool) -> str:
-    """Why one dtype may not become the other; empty when it may."""
-    kinds = (np.floating, np.integer, np.complexfloating)
-    is_same_kind = any(_is_kind(old, kind) and _is_kind(new, kind) for kind in kinds)
-    if not is_same_kind:
-        return "that is another kind of value"
-    return "" if is_allowed else "allow the cast by name"
-
-
-def _is_kind(dtype: str, kind: Any) -> bool:
-    try:
-        return jax.numpy.issubdtype(np.dtype(dtype), kind)
-    except TypeError:  # typed keys
-        return False
 
 
 def _read_leaves(
@@ -391,7 +303,7 @@ def _cast(value: np.ndarray, dtype: str) -> np.ndarray:
     """
     if str(value.dtype) == dtype:
         return value
-    if value.size and _is_kind(dtype, np.integer):
+    if value.size and foreign_fit.is_kind(dtype, np.integer):
         bounds = ml_dtypes.iinfo(dtype)
         least, most = int(value.min()), int(value.max())
         if least < bounds.min or most > bounds.max:
