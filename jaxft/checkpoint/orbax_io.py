@@ -233,14 +233,19 @@ def write_async(
         item, file = manifest.MANIFEST_ITEM, manifest.MANIFEST_FILE
         handlers[item] = ocp.JsonCheckpointHandler(filename=file)
         items[item] = ocp.args.JsonSave({})
+    async_options = ocp.options.AsyncOptions(
+        timeout_secs=max(1, int(-(-timeout_secs // 1))),
+        # Made in a thread of their own they save a millisecond; but what is written
+        # before this returns would race with them, and where that thread fails the
+        # others wait for it up to Orbax's own time-out.
+        create_directories_asynchronously=False,
+    )
     checkpointer = ocp.AsyncCheckpointer(
-        ocp.CompositeCheckpointHandler(**handlers),
-        async_options=ocp.options.AsyncOptions(
-            timeout_secs=max(1, int(-(-timeout_secs // 1))),
-            # Made in a thread of their own they save a millisecond, and where that
-            # thread fails the others wait for it up to Orbax's own time-out.
-            create_directories_asynchronously=False,
+        ocp.CompositeCheckpointHandler(
+            composite_options=ocp.CompositeOptions(async_options=async_options),
+            **handlers,
         ),
+        async_options=async_options,
         temporary_path_class=path_class,
     )
     quiet.begin()
