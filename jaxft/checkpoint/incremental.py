@@ -7,7 +7,8 @@ A link is not a copy: a bad file condemns every step that shares it. Hence three
 for a leaf that did not change.
 
 * It is linked to the step before the newest one. So its bytes alternate between two
-  files, and neighbouring steps never share one.
+  files, and neighbouring steps never share one; nor do those that will be neighbours
+  when others have been deleted, as far as that is known.
 * It is written anew when its bytes are `full_every` commits old.
 * Leaves of one age are not all written anew by one save. Where most of what could be
   linked is of one age, half of it goes ahead of its time; from then on two halves
@@ -42,6 +43,7 @@ def candidates(
     array_layout: str,
     codec: str,
     full_every: int,
+    beside: Manifest | None = None,
 ) -> set[str]:
     """Leaves that may be linked if their digest says so: it is worth waiting for.
 
@@ -56,6 +58,8 @@ def candidates(
         array_layout: `files` or `ocdbt`; only the first has files to link.
         codec: how chunks are encoded.
         full_every: commits after which a leaf is written anew; 0 never links.
+        beside: of the step that will be the neighbour for good; nothing is shared
+            with it.
 
     Returns:
         Paths; none where a manifest is missing.
@@ -68,11 +72,12 @@ def candidates(
         or array_layout != "files"
     ):
         return set()
+    others = [newest] if beside is None else [newest, beside]
     return {
         entry.path
         for entry in _steady(specs, newest=newest, base=base)
-        # Equal only where steps between them are gone; see the first rule.
-        if entry.written_at != newest.leaves[entry.path].written_at
+        # Of the newest it is only where steps between them are gone.
+        if not any(_has_bytes(other, entry) for other in others)
         and entry.num_links + _DISTANCE <= full_every
     }
 
@@ -87,6 +92,7 @@ def plan_links(
     array_layout: str,
     codec: str,
     full_every: int,
+    beside: Manifest | None = None,
 ) -> dict[str, LeafEntry]:
     """Chooses the leaves that are linked to `base`; all others are written.
 
@@ -99,6 +105,7 @@ def plan_links(
         array_layout: see `candidates`.
         codec: see `candidates`.
         full_every: see `candidates`.
+        beside: see `candidates`.
 
     Returns:
         Leaf path -> its entry for the manifest of the new step.
@@ -111,6 +118,7 @@ def plan_links(
         array_layout=array_layout,
         codec=codec,
         full_every=full_every,
+        beside=beside,
     )
     if newest is None or base is None or not possible:
         return {}
@@ -138,6 +146,12 @@ def _steady(specs: Specs, *, newest: Manifest, base: Manifest) -> list[LeafEntry
         if _content(old) == _content(new) == (old.fingerprint, dtype, tuple(shape)):
             found.append(old)
     return found
+
+
+def _has_bytes(manifest: Manifest, entry: LeafEntry) -> bool:
+    """Whether a step has the very files of another step's leaf."""
+    own = manifest.leaves.get(entry.path)
+    return own is not None and own.written_at == entry.written_at
 
 
 def _content(entry: LeafEntry) -> tuple[object, ...]:

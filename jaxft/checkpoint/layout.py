@@ -34,6 +34,8 @@ TMP_MARK = ".orbax-checkpoint-tmp"
 MAX_NAME_BYTES = 200
 _MAX_LOOKS = 100
 
+# `s3:/bucket` is meant to be one, too.
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/|.*://")
 _STEP = re.compile(r"0|[1-9]\d*")
 _UNFINISHED = re.compile(rf"(0|[1-9]\d*){re.escape(TMP_MARK)}.*")
 _SET_ASIDE = re.compile(r"(0|[1-9]\d*)\.(quarantined-\d+|abandoned-t\d+)")
@@ -135,7 +137,7 @@ def absolute_root(root: str | os.PathLike[str]) -> str:
         ValueError: it is empty or an address of remote storage.
     """
     text = os.fspath(root)
-    if not text or "://" in text:
+    if not text or _ADDRESS.match(text):
         raise ValueError(f"checkpoint root {text!r} is not a local folder")
     return os.path.abspath(os.path.expanduser(text))
 
@@ -234,13 +236,13 @@ def _had_run_item(path: str) -> bool:
 
 
 def count_bytes(path: str | os.PathLike[str]) -> int:
-    """Size of all files under `path`; files that vanish meanwhile do not count."""
+    """Size of all files under `path`; what vanishes or cannot be read is not in it."""
     total = 0
     for folder, _, files in os.walk(path):
         for file in files:
             try:
                 total += os.lstat(os.path.join(folder, file)).st_size
-            except FileNotFoundError:
+            except OSError:
                 continue
     return total
 

@@ -12,8 +12,10 @@ every link, write in full.
 from __future__ import annotations
 
 import functools
+import os
 import pathlib
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -41,6 +43,9 @@ from jaxft.config import ArrayLayout
 PyTree = Any
 
 _MAX_MANIFESTS = 4
+# A committed manifest that another process does not see yet: a network file system.
+_SEEN_SECS = 10.0
+_POLL_SECS = 0.1
 
 
 class SavePlanner:
@@ -49,6 +54,7 @@ class SavePlanner:
     Args:
         root: the checkpoint root, absolute.
         chosen: how steps are stored.
+        keep: what stays of them.
         timeout_secs: deadline of a save.
         emit: told once which layout is written, and why.
 
@@ -61,17 +67,22 @@ class SavePlanner:
         root: str,
         chosen: options.Options,
         *,
+        keep: records.KeepPolicy,
         timeout_secs: float,
         emit: records.Emit,
     ):
         self.pins = retention.Pins()
         self._root = root
         self._options = chosen
+        self._keep = keep
         self._timeout_secs = timeout_secs
         self._emit = emit
         self._has_links: bool | None = None
         self._layout: ArrayLayout | None = None
         self._manifests: dict[int, Manifest] = {}
+        self._is_tidy = False
+
+    # --- what is there ----------------------------------------------------------
 
     def probe(self) -> None:
         """Tries what saves will ask of the root.
@@ -81,25 +92,57 @@ class SavePlanner:
         """
         self._has_links = space.probe(self._root).has_links
 
-    def check_room(
-        self, target: PyTree, *, keep: records.KeepPolicy, num_there: int
-    ) -> None:
-        """Asks for room for what is kept and one more; see `space.check_space`.
+    def check(self, target: PyTree, found: layout.Discovery) -> None:
+        """Tries the root, and asks for room for what is kept and one more.
 
         Args:
             target: the state.
-            keep: what stays.
-            num_there: steps that are there already.
+            found: what is there already.
 
         Raises:
-            SpaceError: there is not enough.
+            SpaceError: the root cannot hold checkpoints, or not so many.
         """
+        self.probe()
         space.check_space(
             self._root,
             state_bytes=leaves.count_bytes(target),
-            num_kept=max(1, policies.most_kept(keep)),
-            num_there=num_there,
+            num_kept=max(1, policies.most_kept(self._keep)),
+            num_there=len(found.steps),
+            leftovers=[path for path, _ in found.unfinished],
         )
+
+    def make_way(self, step: int) -> bool:
+        """Whether the step is to be written; takes away what would be in its way.
+
+        Raises:
+            ValueError: a newer step is there.
+            FaultError: the root cannot be understood.
+            OSError: it cannot be read or changed.
+        """
+        found = decisions.discover(self._root)
+        if found.abandoned:
+            decisions.finish(self._root, emit=self._emit)
+        if step in found.steps:
+            return False
+        if found.steps and found.steps[-1] > step:
+            raise ValueError(
+                f"cannot save step {step} into {self._root}: step {found.steps[-1]} is "
+                "newer and would be resumed from; restore it, or use another folder"
+            )
+        if not self._is_tidy and jax.process_index() == 0:
+            # Before the first save nothing unfinished is ours, and it may be all the
+            # room that there is; see `check`.
+            for path, of_step in found.unfinished:
+                retention.delete(of_step, path=path, emit=self._emit)
+        self._is_tidy = True
+        path = layout.step_path(self._root, step)
+        if os.path.lexists(path):
+            aside = layout.quarantine(path)
+            reason = "not a checkpoint, and in the way of one"
+            self._emit("quarantine", step=step, path=aside, reason=reason)
+        return True
+
+    # --- one save ---------------------------------------------------------------
 
     def plan(
         self, step: int, *, state: PyTree, record: Mapping[str, Any]
@@ -123,7 +166,11 @@ class SavePlanner:
             arrays=arrays,
             health=self._options.health,
         )
-        self._plan_links(step, one)
+        try:
+            self._plan_links(one, record)
+        except BaseException:
+            self.end(one, committed=False)
+            raise
         return one
 
     def _choose_layout(self, record: Mapping[str, Any]) -> ArrayLayout:
@@ -151,22 +198,32 @@ class SavePlanner:
         )
         return self._layout
 
-    def _plan_links(self, step: int, one: proof.Proof) -> None:
+    def _plan_links(self, one: proof.Proof, record: Mapping[str, Any]) -> None:
         can_link = self._layout is ArrayLayout.FILES and self._has_links
         if not can_link or not self._options.full_every or jax.process_count() > 1:
             return
         # Between the look and the pin nothing may be deleted.
         with self.pins.lock:
-            infos = decisions.discover(self._root).committed[-2:]
-            self.pins.hold([info.step for info in infos], by=step)
-        found = [self._manifest(info) for info in infos]
+            infos = decisions.discover(self._root).committed
+            self.pins.hold([info.step for info in infos[-2:]], by=one)
+        found = [self._manifest(info) for info in infos[-2:]]
         if len(found) < 2 or found[0] is None or found[1] is None:
             return
+        metrics = {name: float(value) for name, value in record["metrics"].items()}
+        neighbour = policies.lasting_neighbour(
+            infos,
+            records.CheckpointInfo(
+                step=one.step, path="", commit_secs=0.0, metrics=metrics
+            ),
+            keep=self._keep,
+            pinned=decisions.read(self._root).pinned,
+        )
         one.plan_links(
             newest=found[1],
             base=found[0],
-            base_path=infos[0].path,
+            base_path=infos[-2].path,
             full_every=self._options.full_every,
+            beside=None if neighbour is None else self._manifest(neighbour),
         )
 
     def _manifest(self, info: records.CheckpointInfo) -> Manifest | None:
@@ -184,17 +241,21 @@ class SavePlanner:
         """Starts to write what was planned; see `orbax_io.write_async`."""
         path = layout.step_path(self._root, one.step)
         try:
-            write = orbax_io.write_async(
-                path,
-                stored,
-                record=record,
-                timeout_secs=self._timeout_secs,
-                arrays=one.arrays,
-                links=one.links,
-                seal=self._seal(one, path),
-            )
-        finally:
-            one.start_digests()  # Also after a failure: somebody may wait for them.
+            try:
+                write = orbax_io.write_async(
+                    path,
+                    stored,
+                    record=record,
+                    timeout_secs=self._timeout_secs,
+                    arrays=one.arrays,
+                    links=one.links,
+                    seal=self._seal(one, path),
+                )
+            finally:
+                one.start_digests()  # Also after a failure: somebody may wait for them.
+        except BaseException:
+            self.end(one, committed=False)
+            raise
         if jax.process_index() != 0:
             threading.Thread(
                 target=one.share,
@@ -216,21 +277,26 @@ class SavePlanner:
         )
 
     def verdict(self, one: proof.Proof) -> tuple[str, ...]:
-        """Leaves for which a step that is written is no resume point.
+        """Leaves for which a step that is written is no resume point; never raises.
 
-        In several processes it lies there until the primary one takes it away; should
-        that be killed before, a restore passes over it.
+        Only several processes write such a step, which all of them wait for. It stays
+        until it is not the newest any more, so that each of them can read in its
+        manifest what the primary one has found; a restore passes over it.
         """
         if jax.process_count() == 1:
             return ()  # The seal would have refused it.
+        if one.manifest is not None:
+            return one.manifest.unhealthy
         path = layout.step_path(self._root, one.step)
-        try:
-            bad = manifests.read(path).unhealthy
-        except (OSError, manifests.ManifestError):
-            bad = ("of another process",)  # It is gone already.
-        if bad and jax.process_index() == 0:
-            retention.delete(one.step, path=path, emit=self._emit)
-        return bad
+        deadline = time.monotonic() + _SEEN_SECS
+        while True:
+            try:
+                return manifests.read(path).unhealthy
+            except Exception as error:
+                if time.monotonic() > deadline:
+                    # Nothing is relied on that is not known to be good.
+                    return (f"unknown: {orbax_io.first_line(error)}",)
+            time.sleep(_POLL_SECS)
 
     def end(self, one: proof.Proof, *, committed: bool) -> None:
         """Keeps what the next save needs to know about this one."""
@@ -238,7 +304,7 @@ class SavePlanner:
             self._manifests[one.step] = one.manifest
             for old in sorted(self._manifests)[:-_MAX_MANIFESTS]:
                 del self._manifests[old]
-        self.pins.release(by=one.step)
+        self.pins.release(by=one)
         one.end(layout.step_path(self._root, one.step))
 
     def forget(self) -> None:

@@ -15,14 +15,16 @@ the newest healthy one are kept whatever the policy says.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from jaxft import config, records
 
 _TERM = re.compile(r"\s*(\w+)\s*\(\s*([^()]*?)\s*\)\s*")
+_Shares = Callable[[records.CheckpointInfo, records.CheckpointInfo], bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,14 +170,26 @@ _KEEP: _Known = {
 }
 
 
-def parse_save(text: str) -> records.SavePolicy:
+def parse_save(text: str, *, num_processes: int = 1) -> records.SavePolicy:
     """Reads a save policy.
 
+    Args:
+        text: the policy.
+        num_processes: that are to agree on its answers.
+
     Raises:
-        ConfigError: it names `checkpoint.save` and lists what exists.
+        ConfigError: it names `checkpoint.save` and lists what exists; or it goes by
+            the clocks of several processes.
     """
     parts = _parse(text, path="checkpoint.save", known=_SAVE)
-    return parts[0] if len(parts) == 1 else AnySave(tuple(parts))
+    policy = parts[0] if len(parts) == 1 else AnySave(tuple(parts))
+    if num_processes > 1 and reads_clock(policy):
+        raise config.ConfigError(
+            "checkpoint.save",
+            f"{text!r} goes by a clock, on which {num_processes} processes do not "
+            "agree: use steps(n)",
+        )
+    return policy
 
 
 def parse_keep(text: str) -> records.KeepPolicy:
@@ -218,6 +232,9 @@ def parse_save_error(text: str, *, max_failed: int) -> SaveErrors:
     Raises:
         ConfigError: it names `checkpoint.on_save_error` and lists what exists.
     """
+    if type(max_failed) is not int or max_failed < 1:
+        problem = f"must be at least 1 failed save in a row, is {max_failed!r}"
+        raise config.ConfigError("checkpoint.max_failed_saves", problem)
     path = "checkpoint.on_save_error"
     if text.strip() == "fail":
         return SaveErrors()
@@ -257,13 +274,25 @@ def most_kept(policy: records.KeepPolicy) -> int:
 
 
 def plan_deletions(
-    checkpoints: Sequence[records.CheckpointInfo], *, keep: records.KeepPolicy
+    checkpoints: Sequence[records.CheckpointInfo],
+    *,
+    keep: records.KeepPolicy,
+    pinned: Collection[int] = (),
+    shares: _Shares | None = None,
 ) -> list[records.CheckpointInfo]:
     """Which of the committed `checkpoints`, sorted by step, may go.
 
     Never the newest one and never the newest healthy one, whatever `keep` says: one of
     them is the resume point. `keep` is asked about the healthy ones alone, so the
     others do not count in `last`; they go when they are not the newest.
+
+    Args:
+        checkpoints: all that are there.
+        keep: the policy.
+        pinned: labels that stay whatever it says.
+        shares: whether two steps share a file. Where two that stay would become
+            neighbours and do, one between them stays as well, until they are not
+            neighbours any more: one bad file must not be in both.
     """
     healthy = [info for info in checkpoints if info.healthy]
     kept = {
@@ -272,4 +301,56 @@ def plan_deletions(
         if stays
     }
     kept |= {info.step for info in (*checkpoints[-1:], *healthy[-1:])}
+    kept |= set(pinned)
+    if shares is not None:
+        staying = [i for i, info in enumerate(checkpoints) if info.step in kept]
+        for first, second in itertools.pairwise(staying):
+            between = checkpoints[first : second + 1]
+            kept |= {info.step for info in _apart(between, shares)}
     return [info for info in checkpoints if info.step not in kept]
+
+
+def _apart(
+    checkpoints: Sequence[records.CheckpointInfo], shares: _Shares
+) -> list[records.CheckpointInfo]:
+    """Those between the first and the last that have to stay to part the two."""
+    first, *between, last = checkpoints
+    if not between or not shares(first, last):
+        return []
+    for info in reversed(between):
+        if not shares(first, info) and not shares(info, last):
+            return [info]
+    return [between[-1], *_apart(checkpoints[:-1], shares)]
+
+
+def lasting_neighbour(
+    checkpoints: Sequence[records.CheckpointInfo],
+    new: records.CheckpointInfo,
+    *,
+    keep: records.KeepPolicy,
+    pinned: Collection[int] = (),
+) -> records.CheckpointInfo | None:
+    """The step that `new` will follow when all have gone that go with time.
+
+    Args:
+        checkpoints: that are committed, sorted by step.
+        new: the next one.
+        keep: the policy.
+        pinned: labels that stay whatever it says.
+
+    Returns:
+        None when `new` goes, too, or will be the first one.
+    """
+    later = [
+        records.CheckpointInfo(step=new.step + 1 + i, path="", commit_secs=0.0)
+        for i in range(max(1, most_kept(keep)))
+    ]
+    asked = [*checkpoints, new]
+    answers = keep.should_keep([*asked, *later])
+    lasting = [
+        info
+        for info, stays in zip(asked, answers, strict=False)
+        if stays or info.step in pinned
+    ]
+    is_lasting = len(lasting) > 1 and lasting[-1] is new
+    return lasting[-2] if is_lasting else None

@@ -14,10 +14,11 @@ import dataclasses
 import functools
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from jaxft import records
 from jaxft.checkpoint import decisions, layout, orbax_io, policies, run_record
+from jaxft.checkpoint import manifest as manifests
 from jaxft.checkpoint import mirror as mirrors
 
 _DOOMED = f"{layout.TMP_MARK}-deleted"
@@ -34,14 +35,18 @@ class Pins:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.mirror: mirrors.Mirror | None = None
-        self._held: dict[int, frozenset[int]] = {}
+        self._held: dict[object, frozenset[int]] = {}
 
-    def hold(self, steps: Iterable[int], *, by: int) -> None:
-        """Pins `steps` for the save of step `by`; with the lock held."""
+    def hold(self, steps: Iterable[int], *, by: object) -> None:
+        """Pins `steps` for the save `by`; with the lock held.
+
+        Not for its label: a save that was given up may end when the same step is being
+        saved again.
+        """
         self._held[by] = frozenset(steps)
 
-    def release(self, *, by: int) -> None:
-        """The save of step `by` has read what it needs."""
+    def release(self, *, by: object) -> None:
+        """That save has read what it needs."""
         with self.lock:
             self._held.pop(by, None)
 
@@ -77,15 +82,23 @@ def retain(
     except (OSError, records.FaultError) as error:
         emit("delete_failed", path=root, reason=str(error))
         return
-    infos = found.committed
+    infos = tuple(map(_with_health, found.committed))
     if policies.reads_metrics(keep):
-        infos = tuple(_with_metrics(info) for info in infos)
-    for info in policies.plan_deletions(infos, keep=keep):
-        if info.step not in kept:
-            delete(info.step, path=info.path, emit=emit, pins=pins)
+        infos = tuple(map(_with_metrics, infos))
+    with pins.lock if pins else contextlib.nullcontext():
+        needed = {info.step for info in infos if pins and pins.has(info.step)}
+    for info in policies.plan_deletions(
+        infos, keep=keep, pinned=kept | needed, shares=_share_bytes
+    ):
+        delete(info.step, path=info.path, emit=emit, pins=pins)
     for path, step in found.unfinished:
         if step <= committed and step != in_flight:
             delete(step, path=path, emit=emit)
+
+
+# --- what is asked about a step -------------------------------------------------
+
+# Each once: another step under the same name has another time, and is read anew.
 
 
 def _with_metrics(info: records.CheckpointInfo) -> records.CheckpointInfo:
@@ -98,8 +111,46 @@ def _with_metrics(info: records.CheckpointInfo) -> records.CheckpointInfo:
 
 @functools.lru_cache(maxsize=4096)
 def _read_metrics(path: str, commit_secs: float) -> dict[str, float]:
-    del commit_secs  # another step under the same name is read anew
+    del commit_secs
     return run_record.read_record(path)["metrics"]
+
+
+_NO_MANIFEST = (OSError, manifests.ManifestError, records.FaultError)
+
+
+def _with_health(info: records.CheckpointInfo) -> records.CheckpointInfo:
+    try:
+        healthy = _read_health(info.path, info.commit_secs)
+    except _NO_MANIFEST:
+        return info  # nothing is known against it; a restore judges it
+    return dataclasses.replace(info, healthy=healthy)
+
+
+@functools.lru_cache(maxsize=4096)
+def _read_health(path: str, commit_secs: float) -> bool:
+    del commit_secs
+    return manifests.read(path).healthy
+
+
+def _share_bytes(first: records.CheckpointInfo, second: records.CheckpointInfo) -> bool:
+    """Whether a file of one step is a file of the other as well."""
+    try:
+        ours = _read_origins(first.path, first.commit_secs)
+        theirs = _read_origins(second.path, second.commit_secs)
+    except _NO_MANIFEST:
+        return False  # whoever links has a manifest
+    return any(theirs.get(leaf) == step for leaf, step in ours.items())
+
+
+@functools.lru_cache(maxsize=16)
+def _read_origins(path: str, commit_secs: float) -> Mapping[str, int]:
+    """Leaf path -> the step that wrote its bytes."""
+    del commit_secs
+    found = manifests.read(path).leaves
+    return {leaf: entry.written_at for leaf, entry in found.items()}
+
+
+# --- deletions ------------------------------------------------------------------
 
 
 def finish_deletions(root: str, *, emit: records.Emit) -> None:

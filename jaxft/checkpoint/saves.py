@@ -149,13 +149,14 @@ class Saves:
         flight.write.wait()
         error = flight.write.error()
         bad = _unhealthy(error) if error is not None else flight.verdict()
-        if error is not None and self._owns_leftovers(flight):
-            self.clean_failed(flight.write.path)
         try:
+            if error is not None and self._owns_leftovers(flight):
+                self.clean_failed(flight.write.path)
             self._end(flight, error, bad=bad)
         finally:
+            # Whatever could not be told: nobody waits, and nothing stays pinned.
             flight.over.set()
-        flight.on_end(error is None and not bad)
+            flight.on_end(error is None and not bad)
 
     def _end(
         self, flight: Flight, error: BaseException | None, *, bad: tuple[str, ...]
@@ -175,6 +176,8 @@ class Saves:
                     self._num_failed = 0
             elif fault is not None and not was_given_up:
                 self._note(fault, is_news=True)
+            elif bad and not was_given_up:
+                self._num_failed = 0  # The store has taken all of it: no row any more.
         if bad:
             self._emit("save_unhealthy", step=flight.step, leaves=list(bad))
         elif error is None:

@@ -4,7 +4,8 @@ World: host-only. Floor: above `layout`. Read `jaxft/checkpoint/layout.py` befor
 `jaxft/checkpoint/manager.py` after.
 
 What a checkpoint needs of its file system is tried, not looked up: a file is written,
-made durable, renamed, locked, hard-linked, in a folder that is removed again.
+made durable, renamed, locked, hard-linked, in a folder that is removed again. Its name
+is the root's own, so that the next probe finds what a kill has left of it.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import hashlib
 import os
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 _SAMPLE = b"jaxft"
 _PREFIX = ".jaxft-probe-"
@@ -43,18 +44,29 @@ def probe(root: str) -> Abilities:
     Raises:
         SpaceError: it names what does not work.
     """
-    folder = nearest_folder(root)
-    if folder == root and os.path.isdir(root):
-        # Ours alone, so this is what a kill left of an earlier probe.
-        for name in os.listdir(root):
-            if name.startswith(_PREFIX):
-                shutil.rmtree(os.path.join(root, name), ignore_errors=True)
+    name = _PREFIX + hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
+    _sweep(root, name)
+    place = os.path.join(nearest_folder(root), name)
     with _ability(root, "make a folder"):
-        place = tempfile.mkdtemp(prefix=_PREFIX, dir=folder)
+        os.mkdir(place, 0o700)
     try:
         return _try_all(root, place)
     finally:
         shutil.rmtree(place, ignore_errors=True)
+
+
+def _sweep(root: str, name: str) -> None:
+    """Removes what a kill left of an earlier probe.
+
+    It lies in the root, or where that was not there yet, in some folder above it.
+    """
+    folder = root
+    while True:
+        if os.path.isdir(left := os.path.join(folder, name)):
+            shutil.rmtree(left, ignore_errors=True)
+        if folder == (above := os.path.dirname(folder)):
+            return
+        folder = above
 
 
 def _try_all(root: str, place: str) -> Abilities:
@@ -123,6 +135,7 @@ def check_space(
     state_bytes: int,
     num_kept: int,
     num_there: int,
+    leftovers: Iterable[str] = (),
     free_bytes: Callable[[str], int] | None = None,
 ) -> None:
     """Asks for room for the steps that are kept and the one that is being written.
@@ -134,12 +147,14 @@ def check_space(
         state_bytes: of one step.
         num_kept: how many steps stay.
         num_there: how many are there already; they are deleted in turn.
+        leftovers: folders of unfinished saves; they are deleted before the next one.
         free_bytes: free space of the disk that a folder is on; `statvfs` by default.
 
     Raises:
         SpaceError: there is not enough.
     """
     free = (free_bytes or _free_bytes)(nearest_folder(root))
+    free += sum(map(_own_bytes, leftovers))
     num_new = max(1, num_kept + 1 - num_there)
     if free >= num_new * state_bytes:
         return
@@ -153,6 +168,17 @@ def check_space(
 def _free_bytes(folder: str) -> int:
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize
+
+
+def _own_bytes(folder: str) -> int:
+    """What is free when `folder` is deleted: files with other names stay."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                status = os.lstat(os.path.join(parent, name))
+                total += status.st_blocks * 512 if status.st_nlink == 1 else 0
+    return total
 
 
 def _shown(num_bytes: int) -> str:
