@@ -1,4 +1,4 @@
-"""`ckpt prune` and `ckpt rollback`: what changes a root.
+"""`ckpt prune`, `ckpt pin` and `ckpt rollback`: what changes a root.
 
 World: host-only. Floor: cli, below `ckpt`. Read `jaxft/cli/places.py` and
 `jaxft/checkpoint/decisions.py` before.
@@ -11,7 +11,7 @@ import shutil
 from typing import Any
 
 from jaxft import records
-from jaxft.checkpoint import decisions, layout, verify
+from jaxft.checkpoint import decisions, layout, manifest, verify
 from jaxft.cli import places, text
 from jaxft.records import ExitCode
 
@@ -73,9 +73,7 @@ def _delete(root: str, path: str) -> None:
 def roll_back(options: Any) -> int:
     """Makes an earlier step the newest one, for good."""
     root = places.root_at(options.where)
-    reason = " ".join(options.reason.split())
-    if not reason:
-        raise _refused("--reason is empty: say why, for whoever reads it later")
+    reason = _reason(options)
     aside: list[str] = []
 
     def emit(kind: str, /, **fields: Any) -> None:
@@ -86,24 +84,67 @@ def roll_back(options: Any) -> int:
         found = decisions.discover(root)
         if options.to in found.steps:
             _check_resume_point(layout.step_path(root, options.to))
-        done = decisions.roll_back(root, to=options.to, reason=reason, emit=emit)
+        done = decisions.roll_back(
+            root, to=options.to, reason=reason, skip=options.skip, emit=emit
+        )
     if options.json:
         fields = {"from": done.origin, "to": done.to, "timeline": done.timeline}
-        text.print_json({"root": root, **fields, "reason": reason, "aside": aside})
+        fields |= {"skip": done.skip, "reason": reason, "aside": aside}
+        text.print_json({"root": root, **fields})
         return ExitCode.FINISHED
     print(f"{root} is back at step {done.to}, on timeline {done.timeline}")
+    if done.skip:
+        print(f"batches {done.skip[0]} to {done.skip[1] - 1} are left out from now on")
     for path in aside:
         print(f"kept as {path}")
     return ExitCode.FINISHED
 
 
 def _check_resume_point(path: str) -> None:
-    """Refuses a step from which no run could go on: the later ones would be gone."""
-    problems = verify.verify_step(path, full=False, allow_unproven=True)
+    """Refuses a step from which no run could go on: the later ones would be gone.
+
+    All of it is read, as a run would do that begins there.
+    """
+    progress = text.Progress(f"verifying {path}", num_bytes=_num_array_bytes(path))
+    try:
+        problems = verify.verify_step(path, allow_unproven=True, progress=progress.add)
+    finally:
+        progress.close()
     if problems:
         raise places.nothing_there(f"{path} is damaged: {problems[0]}; nothing changed")
     if not verify.is_healthy(path):
         raise places.nothing_there(f"{path} is not healthy: nothing changed")
+
+
+def _num_array_bytes(path: str) -> int:
+    try:
+        return verify.count_bytes(manifest.read(path))
+    except (OSError, manifest.ManifestError):
+        return 0  # Whoever verifies it says what is wrong.
+
+
+def pin(options: Any) -> int:
+    """Keeps a step for ever, whatever the policy of the run."""
+    root = places.root_at(options.where)
+    reason = _reason(options)
+    with places.owned(root):
+        if is_new := options.step not in decisions.read(root).pinned:
+            decisions.pin(root, options.step, reason=reason)
+    if options.json:
+        fields = {"step": options.step, "reason": reason, "is_new": is_new}
+        text.print_json({"root": root, **fields})
+        return ExitCode.FINISHED
+    word = "is kept for ever" if is_new else "was pinned before"
+    print(f"step {options.step} of {root} {word}")
+    return ExitCode.FINISHED
+
+
+def _reason(options: Any) -> str:
+    """What people are told, as one line."""
+    reason = " ".join(options.reason.split())
+    if not reason:
+        raise _refused("--reason is empty: say why, for whoever reads it later")
+    return reason
 
 
 def _refused(problem: str) -> records.FaultError:

@@ -92,7 +92,18 @@ def _add_changes(add: Callable[..., Any]) -> None:
         "where", metavar="ROOT", help="a checkpoint root or a workdir"
     )
     rollback.add_argument("--to", type=_step, required=True, metavar="STEP")
+    rollback.add_argument(
+        "--skip",
+        type=_window,
+        metavar="A:B",
+        help="leave out batches A to B-1 from now on",
+    )
     rollback.add_argument("--reason", required=True, metavar="TEXT", help="for people")
+    about = "keeps a step for ever, whatever the run's own policy"
+    pin = add("pin", changes.pin, about)
+    pin.add_argument("where", metavar="ROOT", help="a checkpoint root or a workdir")
+    pin.add_argument("step", type=_step, metavar="STEP")
+    pin.add_argument("--reason", required=True, metavar="TEXT", help="for people")
 
 
 def _add_match(parser: argparse.ArgumentParser) -> None:
@@ -108,3 +119,12 @@ def _step(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no step")
     return int(text)
+
+
+def _window(text: str) -> tuple[int, int]:
+    start, colon, stop = text.partition(":")
+    is_one = colon and start.isdecimal() and stop.isdecimal()
+    if not is_one or int(start) >= int(stop):
+        problem = f"{text!r} is no window of batches: write e.g. 1000:1200"
+        raise argparse.ArgumentTypeError(problem)
+    return int(start), int(stop)

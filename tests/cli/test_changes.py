@@ -1,11 +1,12 @@
-"""`ckpt prune` and `ckpt rollback`: nothing goes that was not named."""
+"""`ckpt prune`, `ckpt pin` and `ckpt rollback`: nothing goes that was not named."""
 
 import os
 import shutil
 
 import pytest
 
-from jaxft.checkpoint import decisions
+from jaxft import records
+from jaxft.checkpoint import decisions, policies, retention
 from jaxft.recovery.workdir import WorkdirLock
 
 
@@ -64,6 +65,43 @@ def test_rollback_sets_later_steps_aside(ckpt, ckpt_json, root):
     assert "on timeline 2" in out
 
 
+def test_rollback_leaves_batches_out(ckpt, ckpt_json, root):
+    words = ("rollback", root, "--reason=spike")
+    code, found = ckpt_json(*words, "--to=20", "--skip=20:26")
+    assert (code, found["skip"]) == (0, [20, 26])
+    assert decisions.read(root).skips_since(0) == [(20, 26)]
+    code, out, _ = ckpt(*words, "--to=10", "--skip=11:12")
+    assert code == 0
+    assert "batches 11 to 11 are left out" in out
+    assert ckpt_json(*words, "--to=10")[1]["skip"] is None
+    assert decisions.read(root).skips_since(0) == [(20, 26), (11, 12)]
+
+
+def test_a_pinned_step_outlives_every_policy(ckpt, ckpt_json, root, handmade, leaves):
+    handmade.make_step(root, 40, leaves, keys=("key",))
+    code, out, _ = ckpt("pin", root.parent, 10, "--reason=best of  all")
+    assert code == 0
+    assert f"step 10 of {root} is kept for ever" in out
+    assert decisions.read(root).pins[0].reason == "best of all"
+    code, found = ckpt_json("pin", root, 10, "--reason=again")
+    assert (code, found["is_new"]) == (0, False)
+    assert len(decisions.read(root).pins) == 1
+    keep = policies.parse_keep("last(1)")
+    retention.retain(
+        str(root),
+        keep=keep,
+        committed=40,
+        in_flight=None,
+        emit=records.ignore_event,
+    )
+    assert decisions.discover(root).steps == [10, 40]
+    rows = ckpt_json("ls", root)[1]["steps"]
+    assert {row["step"]: row["pinned"] for row in rows} == {10: True, 40: False}
+    code, _, err = ckpt("pin", root, 20, "--reason=too late")
+    assert code == 66
+    assert "there: 10, 40" in err
+
+
 @pytest.mark.parametrize(
     "words", [("--to=15", "--reason=x"), ("--to=99", "--reason=x")]
 )
@@ -81,6 +119,15 @@ def test_rollback_to_a_damaged_or_unhealthy_step_is_refused(
     code, _, err = ckpt("rollback", root, "--to=10", "--reason=x")
     assert code == 66
     assert "is damaged: state/params.w/c/0/0 of leaf params/w: is missing" in err
+    # The values count as well: the later steps would be gone.
+    chunk = root / "20/state/params.w/c/0/0"
+    good = chunk.read_bytes()
+    chunk.chmod(0o600)
+    chunk.write_bytes(bytes([good[0] ^ 1]) + good[1:])
+    code, _, err = ckpt("rollback", root, "--to=20", "--reason=x")
+    assert code == 66
+    assert "is damaged: state/params.w/c/0/0 of leaf params/w: " in err
+    chunk.write_bytes(good)
     handmade.make_step(root, 25, leaves, keys=("key",), healthy=False)
     code, _, err = ckpt("rollback", root, "--to=25", "--reason=x")
     assert code == 66
@@ -95,6 +142,7 @@ def test_nothing_changes_while_a_run_has_the_workdir(ckpt, crowded):
     with WorkdirLock.acquire(crowded.parent):
         for words in (
             ("rollback", crowded, "--to=10", "--reason=x"),
+            ("pin", crowded, 10, "--reason=x"),
             ("prune", crowded.parent, "--unfinished"),
         ):
             code, _, err = ckpt(*words)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-COMMANDS = ("ls", "show", "verify", "diff", "export", "prune", "rollback")
+COMMANDS = ("ls", "show", "verify", "diff", "export", "prune", "rollback", "pin")
 ROOT = pathlib.Path(__file__).parents[2]
 
 
@@ -32,6 +32,11 @@ def _env() -> dict[str, str]:
         (("ls", "/", "--nonsense"), "unrecognized arguments: --nonsense"),
         (("rollback", "/", "--to", "x", "--reason", "y"), "'x' is no step"),
         (("rollback", "/", "--to", "1"), "required: --reason"),
+        (("rollback", "/", "--to", "1", "--skip", "5:5"), "'5:5' is no window"),
+        (("rollback", "/", "--to", "1", "--skip", "7"), "'7' is no window"),
+        (("rollback", "/", "--to", "1", "--skip", "-1:7"), "expected one argument"),
+        (("pin", "/", "x", "--reason", "y"), "'x' is no step"),
+        (("pin", "/", "1"), "required: --reason"),
         (("prune", "/"), "name what may go"),
     ],
 )
@@ -52,6 +57,7 @@ def test_wrong_usage_is_one_line_and_78(ckpt, words, message):
         ("export", "{}", "out.npz"),
         ("prune", "{}", "--unfinished"),
         ("rollback", "{}", "--to", "1", "--reason", "why"),
+        ("pin", "{}", "1", "--reason", "why"),
     ],
     ids=lambda words: words[0],
 )
