@@ -326,11 +326,18 @@ class Worker:
 
     def _close_manager(self, parts: Parts) -> None:
         """Lets the mirror have the last steps, for as long as a stop leaves time."""
-        if self._config.checkpoint.mirror:
-            self._log("phase", name="mirror")
-        parts.manager.close(
-            may_wait=lambda: self._stops.deadline_secs() != 0 and not self._stops.urgent
-        )
+        is_told = False
+
+        def may_wait() -> bool:
+            nonlocal is_told
+            if not is_told:
+                is_told = True
+                self._log("phase", name="mirror")
+                place = self._config.checkpoint.mirror
+                say(f"waiting until {place} has the last step", stream=sys.stderr)
+            return self._stops.deadline_secs() != 0 and not self._stops.urgent
+
+        parts.manager.close(may_wait=may_wait)
 
     def _finish_save(self, parts: Parts | None) -> None:
         """Lets a save in flight end well although the run does not."""

@@ -1,7 +1,11 @@
 """How a run begins: from its mirror, from parameters of others, after a rollback."""
 
+import os
 import pathlib
 import shutil
+import signal
+import threading
+import time
 from typing import Any
 
 import jax
@@ -9,10 +13,14 @@ import numpy as np
 import pytest
 
 import jaxft
+from jaxft import config as configs
+from jaxft import settings, worker
 from jaxft.checkpoint import decisions, manager
 from jaxft.config import Config, ConfigError, Corpus, ResumeMode, Schedule
-from jaxft.events import read_events
+from jaxft.events import EventLog, read_events
+from jaxft.faults.preemption import StopRequests
 from jaxft.records import ExitCode, FaultError
+from jaxft.recovery.workdir import WorkdirLock
 
 pytestmark = pytest.mark.device
 
@@ -123,6 +131,45 @@ def test_a_rollback_goes_on_from_its_step_without_the_skipped_batches(
     record = manager.run_record.read_record(str(root / "6"))
     assert record["data"]["skipped"] == [[2, 4]]
     assert (root / "4.abandoned-t0").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [True, False])
+def test_a_stop_ends_the_wait_for_the_mirror(
+    tmp_path: pathlib.Path, again: bool
+) -> None:
+    config = small(
+        1,
+        checkpoint__mirror=str(tmp_path / "mirror"),
+        checkpoint__mirror_rate="1MiB",
+        model__width=512,
+        preemption__signals="SIGUSR1",
+        preemption__grace_secs=60.0 if again else 1.0,
+    )
+    config = settings.lock(configs.resolve(config))
+    started: list[float] = []
+
+    def listen(line: str) -> None:
+        if '"mirror"' in line:
+            # The first asks; the second says: now.
+            os.kill(os.getpid(), signal.SIGUSR1)
+            started.append(time.monotonic())
+            if again:
+                timer = threading.Timer(3.5, os.kill, (os.getpid(), signal.SIGUSR1))
+                timer.start()
+
+    with WorkdirLock.acquire(tmp_path / "run") as lock:
+        log = EventLog(lock.workdir / "events", role="worker", tee=listen)
+        with StopRequests(config.preemption, emit=log) as stops:
+            one = worker.Worker(config, workdir=lock.workdir, log=log, stops=stops)
+            _, ending = one.live()
+            assert ending == "finished"
+            assert time.monotonic() - started[0] < 10
+    phases = [e["name"] for e in _events(tmp_path / "run", "phase")]
+    assert phases[-1] == "mirror"
+    (failed,) = _events(tmp_path / "run", "mirror_failed")
+    assert "not over within" in failed["reason"]
+    assert _events(tmp_path / "run", "end")
 
 
 @pytest.mark.slow

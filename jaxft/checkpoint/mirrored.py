@@ -14,17 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from jaxft import config, records
-from jaxft.checkpoint import mirror_fetch, options, orbax_io
+from jaxft.checkpoint import mirror_fetch, options, orbax_io, together
 from jaxft.checkpoint.judge import Restored
 from jaxft.checkpoint.mirror import Mirror
 from jaxft.checkpoint.mirror_mark import MirrorError
-
-# Instead of a step: process 0 could not fetch one, and says why.
-_FAILED = -2
 
 
 def make_mirror(
@@ -111,19 +106,11 @@ def _fetch_next(
 
     The primary process does so, and tells the others, also that it could not.
     """
-    if jax.process_count() == 1:
-        return _fetch(mirror, root, tried=tried, emit=emit)
-    step = _FAILED
-    try:
+    step = -1
+    with together.same_end(f"fetch a step from {mirror.address}"):
         if jax.process_index() == 0:
             step = _fetch(mirror, root, tried=tried, emit=emit)
-    finally:
-        # Nobody waits for a primary that has failed; its own error goes on from here.
-        step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
-    if step == _FAILED:
-        problem = f"process 0 could not fetch from {mirror.address}; its log says why"
-        raise config.ConfigError("checkpoint.mirror", problem)
-    return step
+    return together.from_primary(step)
 
 
 def _fetch(mirror: Mirror, root: str, *, tried: set[int], emit: records.Emit) -> int:
