@@ -34,6 +34,22 @@ def _state(step, *, mebibytes):
     return {"step": step, "w": jnp.asarray(np.frombuffer(noise, np.uint8))}
 
 
+def test_what_a_killed_save_left_is_no_reason_not_to_start(small_disk):
+    """On a disk of keep + 1 steps; the next save has another label."""
+    root = small_disk / "checkpoints"
+    state = _state(1, mebibytes=4)
+    with manager.CheckpointManager(root, keep="last(1)") as checkpoints:
+        assert checkpoints.save(1, state)
+    left = root / "3.orbax-checkpoint-tmp" / "state"
+    left.mkdir(parents=True)
+    (left / "w").write_bytes(b"x" * (4 << 20))
+    with manager.CheckpointManager(root, keep="last(1)") as checkpoints:
+        checkpoints.check(state)
+        assert checkpoints.restore(state).step == 1
+        assert checkpoints.save(2, _state(2, mebibytes=4))
+    assert os.listdir(root) == ["2"]
+
+
 def test_a_full_disk_is_told_and_costs_nothing_else(small_disk):
     told = []
     root = small_disk / "checkpoints"

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import pathlib
@@ -204,3 +205,18 @@ def test_the_root_is_absolute_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert layout.absolute_root("~/a b/") == str(tmp_path / "a b")
     assert layout.absolute_root("./run/../run") == str(tmp_path / "run")
+
+
+def test_a_size_is_told_as_far_as_it_can_be_read(tmp_path, monkeypatch):
+    for name in ("good", "bad", "gone"):
+        (tmp_path / name).write_bytes(b"x" * 100)
+    lstat = os.lstat
+    errors = {"bad": errno.EIO, "gone": errno.ENOENT}
+
+    def fail(path):
+        if number := errors.get(os.path.basename(path)):
+            raise OSError(number, os.strerror(number))
+        return lstat(path)
+
+    monkeypatch.setattr(os, "lstat", fail)
+    assert layout.count_bytes(tmp_path) == 100

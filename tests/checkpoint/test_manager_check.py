@@ -1,5 +1,6 @@
 """What would fail at the first save is refused before the first step."""
 
+import inspect
 import os
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxft import config
-from jaxft.checkpoint import leaves, manager, space
+from jaxft.checkpoint import leaves, manager, options, space
 
 pytestmark = pytest.mark.device
 
@@ -81,3 +82,39 @@ def test_too_little_room_is_found_before_the_first_step(tmp_path, monkeypatch):
     assert "4 more steps of 1.0 MiB" in line
     manager.CheckpointManager(tmp_path / "root", keep="last(2)").check(state)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_misspelt_leaf_to_watch_is_found_before_the_first_step(tmp_path):
+    checkpoints = manager.CheckpointManager(tmp_path, health="params/**, ww")
+    with pytest.raises(config.ConfigError) as error:
+        checkpoints.check(GOOD)
+    assert error.value.path == "checkpoint.health"
+    manager.CheckpointManager(tmp_path, health="params/**, w").check(GOOD)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("max_failed_saves", 0),
+        ("max_failed_saves", -1),
+        ("max_failed_saves", 1.5),
+        ("mirror", "s3:/bucket/prefix"),
+        ("mirror", "gs:/bucket"),
+        ("mirror", "s4://bucket"),
+    ],
+)
+def test_a_setting_that_means_nothing_is_named(tmp_path, setting, value):
+    with pytest.raises(config.ConfigError) as error:
+        manager.CheckpointManager(tmp_path, **{setting: value})
+    assert error.value.path == f"checkpoint.{setting}"
+
+
+def test_a_manager_alone_does_what_the_one_of_a_run_does():
+    """But for when it saves: nobody else keeps time."""
+    settings = config.CheckpointConfig()
+    for name, given in inspect.signature(manager.CheckpointManager).parameters.items():
+        if hasattr(settings, name) and name != "save":
+            wanted = getattr(settings, name)
+            assert given.default == getattr(wanted, "value", wanted), name
+    assert settings.health == options.HEALTH

@@ -4,11 +4,12 @@ import os
 import threading
 import time
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxft import records
-from jaxft.checkpoint import manager, orbax_io
+from jaxft.checkpoint import layout, leaves, manager, orbax_io, planner, proof
 
 pytestmark = pytest.mark.device
 
@@ -233,3 +234,105 @@ def test_a_save_that_cannot_begin_is_borne_too(tmp_path):
     assert checkpoints.error() is None
     with pytest.raises(records.FaultError):
         checkpoints.save(2, _state(2), force=True)
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "kind"),
+    [
+        (leaves, "encode", jax.errors.JaxRuntimeError),
+        (layout, "make_root", OSError),
+        (planner.proof, "Proof", MemoryError),
+        (proof.Proof, "plan_links", jax.errors.JaxRuntimeError),
+        (orbax_io, "write_async", jax.errors.JaxRuntimeError),
+        (orbax_io, "write_async", ValueError),
+        (proof.fingerprint, "start_digests", jax.errors.JaxRuntimeError),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_whatever_goes_wrong_is_a_failed_save_and_holds_nothing(
+    tmp_path, monkeypatch, where, name, kind
+):
+    """A full device among them; the next save is as good as ever."""
+    events = Events()
+    checkpoints = manager.CheckpointManager(
+        tmp_path, keep="last(2)", layout="files", on_save_error="warn", emit=events
+    )
+    for step in (1, 2):
+        checkpoints.save(step, _state(step), force=True)
+        checkpoints.wait()
+
+    def fail(*args, **settings):
+        raise kind("RESOURCE_EXHAUSTED: out of memory")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(where, name, fail)
+        checkpoints.save(3, _state(3))
+        with pytest.raises(records.FaultError, match="RESOURCE_EXHAUSTED"):
+            checkpoints.wait()
+    (told,) = events.of("save_failed")
+    assert told["step"] == 3
+    assert checkpoints.error() is None
+    assert not any(map(checkpoints._planner.pins.has, (1, 2)))
+    assert checkpoints.save(4, _state(4))
+    checkpoints.close()
+    assert sorted(os.listdir(tmp_path)) == ["2", "4"]
+
+
+def test_a_leaf_that_cannot_be_stored_is_no_failed_save(tmp_path):
+    events = Events()
+    checkpoints = manager.CheckpointManager(tmp_path, on_save_error="warn", emit=events)
+    with pytest.raises(layout.LeafError):
+        checkpoints.save(1, {"w": object()})
+    with pytest.raises(TypeError):
+        checkpoints.save(1, _state(1), data={"x": object()})
+    assert events == []
+    assert checkpoints.error() is None
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("told", ["save_commit", "save_failed"])
+def test_who_cannot_be_told_leaves_nothing_behind(tmp_path, broken, told):
+    """The disk of the history is full, say."""
+    error, broken[:] = broken[0], []
+
+    def emit(kind, /, **fields):
+        if kind == told and fields["step"] == 3:
+            raise OSError(28, "No space left on device")
+
+    checkpoints = manager.CheckpointManager(
+        tmp_path, keep="last(1)", layout="files", emit=emit
+    )
+    for step in (1, 2):
+        checkpoints.save(step, _state(step), force=True)
+        checkpoints.wait()
+    if told == "save_failed":
+        broken.append(error)
+    checkpoints.save(3, _state(3))
+    _until(lambda: checkpoints.in_flight is None)
+    checkpoints._saves.join(60)
+    assert not any(map(checkpoints._planner.pins.has, (1, 2, 3)))
+    # What is kept and deleted is decided all the same.
+    assert os.listdir(tmp_path) == ["3" if told == "save_commit" else "2"]
+
+
+def test_one_that_is_not_finite_ends_a_row_of_failures(tmp_path, broken):
+    """The store has taken it: the next border is not asked to try again at once."""
+    checkpoints = manager.CheckpointManager(
+        tmp_path, save="steps(10)", on_save_error="retry(2)", health="w"
+    )
+    assert checkpoints.maybe_save(10, _state(10))
+    _until(lambda: checkpoints.in_flight is None)
+    broken.clear()
+    assert checkpoints.should_retry
+    assert checkpoints.maybe_save(
+        11, {"step": 11, "w": jnp.full((4,), jnp.nan, jnp.float32)}
+    )
+    _until(lambda: checkpoints.in_flight is None)
+    assert not checkpoints.should_retry
+    assert not checkpoints.maybe_save(12, _state(12))
+    # But what was to be saved is not saved yet.
+    with pytest.raises(records.FaultError):
+        checkpoints.wait()
+    assert checkpoints.maybe_save(20, _state(20))
+    checkpoints.close()
+    assert checkpoints.steps() == [20]

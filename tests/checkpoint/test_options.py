@@ -76,3 +76,33 @@ def test_auto_chooses_by_links_and_leaves():
 def test_auto_is_half_of_the_memory_that_is_there():
     half = options.make_options(**(GOOD | {"memory_budget": "auto"})).memory_bytes
     assert 1 << 30 <= half < 1 << 50
+
+
+HEALTH_PATHS = ("params/embed", "params/layers/0/up", "opt_state/mu", "step")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "params/**", "**, !step", "params/*, opt_state/mu", "!nothing/**"),
+        # The usual ones are not in every state.
+        *(options.HEALTH, f"{options.HEALTH}, step", "opt_state/average/**"),
+    ],
+)
+def test_leaves_to_watch(text):
+    options.check_health(text, HEALTH_PATHS)
+
+
+@pytest.mark.parametrize("glob", ["param/**", "params/layers/*/down", "embed"])
+def test_a_glob_that_fits_no_leaf_is_refused(glob):
+    for text in (glob, f"params/**, {glob} , step"):
+        with pytest.raises(config.ConfigError, match="health") as error:
+            options.check_health(text, HEALTH_PATHS)
+        assert repr(glob) in str(error.value)
+        assert "opt_state, params, step" in str(error.value)
+
+
+@pytest.mark.parametrize("root", ["s3:/x/y", "gs://x", "file:///x", "memory:/"])
+def test_a_root_is_no_address(root):
+    with pytest.raises(config.ConfigError, match="not a local folder"):
+        options.checked_root(root, timeout_secs=1.0)

@@ -138,6 +138,14 @@ def test_what_a_failed_save_means():
     assert (retry.is_fatal, retry.num_retries, retry.max_failed) == (False, 2, 3)
 
 
+def test_several_processes_do_not_save_by_a_clock():
+    assert policies.parse_save("steps(4)", num_processes=2)
+    for text in ("secs(5)", "steps(2) | secs(5)"):
+        assert policies.parse_save(text, num_processes=1)
+        with pytest.raises(config.ConfigError, match="2 processes do not agree"):
+            policies.parse_save(text, num_processes=2)
+
+
 @pytest.mark.parametrize("text", ["", "ignore", "retry", "retry(0)", "retry(x)"])
 def test_a_bad_policy_for_failed_saves_lists_what_exists(text):
     path = r"^config.checkpoint.on_save_error: "

@@ -190,12 +190,13 @@ def test_both_save_one_checkpoint_and_no_policy_of_theirs_asks_a_clock(tmp_path)
 
 def test_both_prove_what_they_save_and_fall_back_together(tmp_path):
     first, second = _run(PROVEN, tmp_path / "root")
-    told = ["save_unhealthy 4", "corrupt 3", "quarantine 3"]
+    # What is not finite stays until somebody passes over it.
+    told = ["save_unhealthy 4", "quarantine 4", "corrupt 3", "quarantine 3"]
     assert first[:-1] == told
     for index, lines in enumerate((first, second)):
         assert lines[-1] == f"2 3 {[2.0 * i for i in range(8 * index, 8 * index + 8)]}"
     names = sorted(os.listdir(tmp_path / "root"))
-    assert names == ["1", "2", "3.quarantined-1"]
+    assert names == ["1", "2", "3.quarantined-1", "4.quarantined-1"]
 
 
 def test_what_one_process_sees_is_for_all(tmp_path):

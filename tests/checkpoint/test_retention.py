@@ -11,7 +11,8 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-from jaxft.checkpoint import decisions, layout, manager
+from jaxft import records
+from jaxft.checkpoint import decisions, layout, manager, manifest, policies, retention
 
 pytestmark = pytest.mark.device
 
@@ -59,6 +60,58 @@ def test_a_pinned_step_stays(tmp_path):
     decisions.pin(tmp_path, 1, reason="the paper")
     _fill(tmp_path, {3: None, 4: None}, keep="last(1)")
     assert sorted(os.listdir(tmp_path)) == ["1", "4", "decisions"]
+
+
+def test_a_step_that_is_not_healthy_does_not_count(tmp_path):
+    """As several processes leave it; what stays is told by the manifests on disk."""
+    _fill(tmp_path, dict.fromkeys((1, 2, 3, 4), None), keep="last(9)")
+    for step in (2, 3, 4):
+        proof = manifest.read(tmp_path / str(step))
+        (tmp_path / str(step) / "manifest/metadata").unlink()
+        sick = {"healthy": False, "unhealthy": ("w",)}
+        manifest.write(
+            tmp_path / str(step), manifest.dataclasses.replace(proof, **sick)
+        )
+    retention._read_health.cache_clear()  # A manifest is not written twice otherwise.
+
+    def retain():
+        retention.retain(
+            str(tmp_path),
+            keep=policies.parse_keep("last(2)"),
+            committed=4,
+            in_flight=None,
+            emit=records.ignore_event,
+        )
+        return sorted(os.listdir(tmp_path))
+
+    # The newest one, and the newest healthy one.
+    assert retain() == ["1", "4"]
+    with manager.CheckpointManager(tmp_path, keep="last(1)") as checkpoints:
+        checkpoints.save(5, _state(5), force=True)
+    assert os.listdir(tmp_path) == ["5"]
+
+
+def test_a_damaged_manifest_keeps_nothing_from_being_deleted(tmp_path):
+    _fill(tmp_path, dict.fromkeys((1, 2, 3), None), keep="last(9)")
+    for step in (1, 2):
+        file = tmp_path / str(step) / "manifest/metadata"
+        file.chmod(0o600)
+        file.write_bytes(file.read_bytes()[:-9])
+    _fill(tmp_path, {4: None}, keep="last(2)")
+    assert sorted(os.listdir(tmp_path)) == ["3", "4"]
+
+
+def test_pins_are_those_of_one_save_and_not_of_its_label():
+    pins = retention.Pins()
+    given_up, again = object(), object()
+    with pins.lock:
+        pins.hold([1, 2], by=given_up)
+        pins.hold([2, 3], by=again)
+    pins.release(by=given_up)
+    assert [pins.has(step) for step in (1, 2, 3)] == [False, True, True]
+    pins.release(by=again)
+    pins.release(by=again)
+    assert not pins.has(3)
 
 
 RETAIN = """

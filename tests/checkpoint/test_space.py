@@ -3,7 +3,9 @@
 import errno
 import fcntl
 import os
+import signal
 import subprocess
+import sys
 
 import pytest
 
@@ -42,13 +44,33 @@ def test_what_does_not_work_is_named(tmp_path, monkeypatch, module, name, abilit
 
 
 def test_what_a_kill_left_of_a_probe_goes_with_the_next_one(tmp_path):
-    (tmp_path / ".jaxft-probe-x").mkdir()
-    (tmp_path / ".jaxft-probe-x" / "a").write_text("x")
-    # Above a root that is not there yet, it may be somebody else's.
-    space.probe(str(tmp_path / "root"))
-    assert os.listdir(tmp_path) == [".jaxft-probe-x"]
-    space.probe(str(tmp_path))
+    """Also where the root was not there yet, and above it lies what others need."""
+    root = tmp_path / "new" / "root"
+    program = """
+import os, signal, sys
+from jaxft.checkpoint import space
+os.rename = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
+space.probe(sys.argv[1])
+"""
+
+    def kill():
+        command = [sys.executable, "-c", program, str(root)]
+        assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+
+    kill()
+    (left,) = os.listdir(tmp_path)
+    # Somebody else's, who probes for another root.
+    space.probe(str(tmp_path / "other"))
+    assert os.listdir(tmp_path) == [left]
+    space.probe(str(root))
     assert os.listdir(tmp_path) == []
+    kill()
+    root.mkdir(parents=True)
+    space.probe(str(root))
+    assert os.listdir(tmp_path) == ["new"]
+    kill()
+    space.probe(str(root))
+    assert os.listdir(root) == []
 
 
 def test_no_hard_links_is_no_failure(tmp_path, monkeypatch):
@@ -77,6 +99,31 @@ def test_room_for_what_is_kept_and_one_more(tmp_path):
     ask(free=100, there=50)
     with pytest.raises(space.SpaceError, match="1 more"):
         ask(free=99, there=50)
+
+
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_what_the_next_save_deletes_first_is_room_as_well(tmp_path, is_linked):
+    left = tmp_path / "40.orbax-checkpoint-tmp" / "state"
+    left.mkdir(parents=True)
+    (left / "chunk").write_bytes(b"x" * 40_000)
+    if is_linked:  # it stays under its other name
+        os.link(left / "chunk", tmp_path / "chunk")
+
+    def ask():
+        space.check_space(
+            str(tmp_path),
+            state_bytes=10_000,
+            num_kept=3,
+            num_there=0,
+            leftovers=[str(left.parent), str(tmp_path / "gone")],
+            free_bytes=lambda folder: 0,
+        )
+
+    if is_linked:
+        with pytest.raises(space.SpaceError):
+            ask()
+    else:
+        ask()
 
 
 def test_a_real_small_disk(tmp_path):
