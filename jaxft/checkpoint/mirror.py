@@ -14,7 +14,6 @@ is an event, and the next commit tries again.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import threading
@@ -138,11 +137,12 @@ class Mirror:
 
     def _run(self) -> None:
         while self._has_more():
-            with contextlib.suppress(mirror_mark.CopyStoppedError):
-                try:
-                    self._copy_all()
-                except Exception as error:  # None of them is worth a run.
-                    self._fail(self._busy, mirror_mark.first_line(error))
+            try:
+                self._copy_all()
+            except mirror_mark.CopyStoppedError:
+                pass  # Who stopped it has said so.
+            except Exception as error:  # None of them is worth a run.
+                self._fail(self._busy, records.first_line(error))
             self._busy = -1
 
     def _has_more(self) -> bool:
@@ -180,7 +180,7 @@ class Mirror:
                 if not isinstance(error, mirror_mark.SourceError):
                     raise
                 refused.add(step)
-                self._refuse(step, mirror_mark.first_line(error))
+                self._refuse(step, records.first_line(error))
         self._retire(found, decided=decided, identity=identity, marks=marks)
 
     def _open(self, owner: str) -> mirror_place.Target:

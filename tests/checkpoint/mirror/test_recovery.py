@@ -208,6 +208,7 @@ def test_one_thread_copies_and_a_stopped_one_goes_on_when_asked(root, tmp_path, 
     assert names.count("jaxft-mirror") == 1
     assert copier.close()
     assert mirror_fetch.list_steps(target) == [10]
+    assert len(events.of("mirror_failed")) == 1
 
 
 def test_a_pass_without_news_reads_no_mark_and_no_manifest(root, tmp_path, events):
