@@ -13,7 +13,7 @@ import importlib
 import os
 import pathlib
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,8 +21,9 @@ import numpy as np
 import optax
 
 from jaxft import settings
+from jaxft.checkpoint import policies
 from jaxft.checkpoint.manager import CheckpointManager
-from jaxft.config import CheckpointConfig, Config, ConfigError
+from jaxft.config import Config, ConfigError
 from jaxft.data.iterator import BatchIterator
 from jaxft.data.pipeline import Pipeline, heldout_batches
 from jaxft.data.sources import Sources
@@ -109,7 +110,7 @@ def build(
     }
     model = _model(config, example=batch_shapes)
     step = _train_step(model, config, mesh=mesh)
-    _check_loss(model, config, state=step.abstract_state, batch=batch_shapes)
+    metrics = _check_loss(model, config, state=step.abstract_state, batch=batch_shapes)
     rows = local_rows(step.batch_sharding, config.data.global_batch)
     pipeline = _checked(
         "data.factory",
@@ -126,7 +127,7 @@ def build(
         "example": {
             name: np.zeros((len(rows), *x.shape), x.dtype) for name, x in row.items()
         },
-        "manager": _manager(config.checkpoint, workdir=workdir, emit=emit),
+        "manager": _manager(config, metrics=metrics, workdir=workdir, emit=emit),
         "facts": _facts(config, mesh=mesh, pipeline=pipeline),
         "items": _items(row, config.data.global_batch),
     }
@@ -272,8 +273,12 @@ def _train_step(model: Model, config: Config, *, mesh: jax.sharding.Mesh) -> Tra
 
 def _check_loss(
     model: Model, config: Config, *, state: TrainState, batch: Mapping[str, Any]
-) -> None:
-    """Traces the loss once, so that a mistake in it is one line at the start."""
+) -> Collection[str]:
+    """Traces the loss once, so that a mistake in it is one line at the start.
+
+    Returns:
+        The names of the metrics that it gives.
+    """
     name = config.loss.factory or config.model.factory
     path = "loss.factory" if config.loss.factory else "model.factory"
 
@@ -281,19 +286,32 @@ def _check_loss(
         loss = functools.partial(model.loss, train=True)
         params = make_precision(config.precision).cast_compute
         return jax.eval_shape(
-            lambda state, batch: loss(
-                params(state.params), state.extra, batch, state.rng
+            lambda state, batch: dict(
+                loss(params(state.params), state.extra, batch, state.rng)[0]
             ),
             state,
             batch,
         )
 
-    _checked(path, name, trace)
+    return _checked(path, name, trace)
 
 
 def _manager(
-    config: CheckpointConfig, *, workdir: str | os.PathLike[str], emit: Emit
+    whole: Config,
+    *,
+    metrics: Collection[str],
+    workdir: str | os.PathLike[str],
+    emit: Emit,
 ) -> CheckpointManager:
+    config = whole.checkpoint
+    for metric in sorted(policies.metrics_of(policies.parse_keep(config.keep))):
+        if not whole.eval.every_steps:
+            problem = f"{metric} is a metric of the evaluation: set eval.every_steps"
+            raise ConfigError("checkpoint.keep", problem)
+        if metric not in metrics:
+            known = ", ".join(sorted(metrics))
+            problem = f"there is no metric {metric!r}; the evaluation gives {known}"
+            raise ConfigError("checkpoint.keep", problem)
     return CheckpointManager(
         pathlib.Path(workdir) / "checkpoints",
         save=config.save,

@@ -342,7 +342,12 @@ class InitConfig(Section):
     checkpoint: str = setting(
         "", "an item, a step or a root of any Orbax; empty is off", numbers=False
     )
-    paths: str = setting("**", "globs over the stored paths to take", numbers=False)
+    paths: str = setting(
+        "",
+        "globs over the stored paths to take; empty is params/** of a whole state, "
+        "and all of anything else",
+        numbers=False,
+    )
     rename: str = setting(
         "", "stored path = path of the parameters, comma separated", numbers=False
     )
@@ -405,6 +410,7 @@ def resolve(config: Config) -> Config:
         must, value = field.metadata["must"], getattr(section, field.name)
         if must is not None and not must[1](value):
             raise ConfigError(path, f"must be {must[0]}, is {shown(value)}")
+    _check_companions(config)
     data, train, model = config.data, config.train, config.model
     if data.global_batch % train.num_microbatches:
         problem = f"{train.num_microbatches} does not divide data.global_batch"
@@ -417,6 +423,20 @@ def resolve(config: Config) -> Config:
     if model.mlp_width == 0:
         model.mlp_width = -(-model.width * 8 // 3 // 8) * 8
     return config
+
+
+def _check_companions(config: Config) -> None:
+    """Refuses what does nothing alone: somebody counts on it."""
+    init = config.init
+    alone = {
+        f"init.{name}": (getattr(init, name), "init.checkpoint", init.checkpoint)
+        for name in ("paths", "rename", "optional", "allow_cast")
+    }
+    mirror, rate = config.checkpoint.mirror, config.checkpoint.mirror_rate
+    alone["checkpoint.mirror_rate"] = rate, "checkpoint.mirror", mirror
+    for path, (value, needed, other) in alone.items():
+        if value and not other:
+            raise ConfigError(path, f"does nothing without {needed}: set both or none")
 
 
 def check_types(config: Any) -> None:

@@ -84,6 +84,12 @@ KINDS: dict[str, dict[str, str]] = {
         "path": "where it is now",
         "timeline": "it was of",
     },
+    "metric_missing": {
+        "step": "its label",
+        "metric": "that checkpoint.keep goes by",
+        "known": "those that the step has",
+    },
+    "mirror_target": {"target": "where a second copy of all steps goes"},
     "mirror_commit": {
         "step": "its label",
         "target": "the mirror",

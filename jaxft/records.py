@@ -108,6 +108,18 @@ class FaultError(Exception):
         self.fault = fault
 
 
+def fault_error(kind: FaultKind, text: str) -> FaultError:
+    """A failure that is told by one line, before or between the steps."""
+    return FaultError(Fault(kind=kind, evidence=text))
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, at most 300 characters."""
+    text = str(error).strip() or type(error).__name__
+    # In C++ errors a list of places goes on in lines that are not shown.
+    return _CUT_OFF.sub("", text.splitlines()[0])[:300]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointInfo:
     """A committed step as discovery found it.
@@ -188,6 +200,7 @@ _NEWS = frozenset(
         "delete_failed",
         "mirror_fetch",
         "mirror_failed",
+        "metric_missing",
         "rollback",
         "abandoned",
     }

@@ -21,14 +21,15 @@ from typing import Any
 import jax
 
 from jaxft import config as configs
-from jaxft import settings
+from jaxft import init_params, settings
 from jaxft.build import Parts, build
-from jaxft.checkpoint import decisions, foreign, layout, mirrored, proof, run_record
+from jaxft.checkpoint import decisions, layout, mirrored, proof, run_record
 from jaxft.config import Config, ConfigError, ResumeMode
 from jaxft.events import EventLog
 from jaxft.faults.exceptions import fault_of
 from jaxft.faults.preemption import StopRequests
 from jaxft.loop import Ending, Loop, StopWhileWaiting
+from jaxft.metrics.notes import Notes
 from jaxft.metrics.report import Summary
 from jaxft.metrics.writers import ProgressLine, say
 from jaxft.parallel.compile_cache import CompileCache
@@ -102,6 +103,10 @@ class Worker:
         mode = cache if config.compile.cache else "off"
         self._cache = CompileCache(workdir / "compile_cache", mode=mode, emit=log)
         self._loop: Loop | None = None
+        self._progress: ProgressLine | None = None
+        self._notes = Notes(
+            self._note, failed_saves=config.checkpoint.on_save_error.strip() != "fail"
+        )
 
     def live(self) -> tuple[TrainState, Ending]:
         """Runs to the end, a stop or a failure.
@@ -118,7 +123,7 @@ class Worker:
                 parts = build(
                     self._config,
                     workdir=self._workdir,
-                    emit=self._log,
+                    emit=self._tell,
                     poll=self._poll_while_waiting,
                 )
                 self._preflight(parts)
@@ -151,6 +156,15 @@ class Worker:
         self._log.close()
         return state, ending
 
+    def _tell(self, kind: str, /, **fields: Any) -> None:
+        """Adds an event to the history, and for some a line that a person sees."""
+        self._log(kind, **fields)
+        self._notes.take(kind, fields)
+
+    def _note(self, text: str) -> None:
+        if self._progress is not None:
+            self._progress.note(text)
+
     def _preflight(self, parts: Parts) -> None:
         """Refuses what cannot be saved or resumed, from what is on disk."""
         root = parts.manager.root
@@ -163,7 +177,7 @@ class Worker:
                 f"never, but {root} holds step {newest}: choose another workdir",
             )
         if newest is None:
-            self._check_beginning(root)
+            self._check_beginning(root, parts=parts)
             return
         # A record that cannot be read is for the restore to deal with.
         with contextlib.suppress(OSError, run_record.RecordError):
@@ -171,7 +185,7 @@ class Worker:
             if not _damage(record):
                 self._compare(parts, record["run"])
 
-    def _check_beginning(self, root: str) -> None:
+    def _check_beginning(self, root: str, *, parts: Parts) -> None:
         """Refuses a run that could neither go on nor begin."""
         on_mirror = mirrored.list_steps(self._config.checkpoint.mirror, root=root)
         mode = self._config.resume.mode
@@ -185,9 +199,9 @@ class Worker:
                 "resume.mode",
                 f"never, but {place} holds step {on_mirror[-1]}: choose another one",
             )
-        origin = self._config.init.checkpoint
-        if origin and not on_mirror and not os.path.exists(os.path.expanduser(origin)):
-            raise ConfigError("init.checkpoint", f"{origin} is not there")
+        if self._config.init.checkpoint and not on_mirror:
+            params = parts.train_step.abstract_state.params
+            init_params.check(self._config.init, params)
 
     def _compare(self, parts: Parts, record: dict[str, Any]) -> dict[str, Any]:
         saved = record.get("facts", {})
@@ -204,6 +218,8 @@ class Worker:
             per_step=per_step,
             num_params=parts.num_params(),
         )
+        if target := self._config.checkpoint.mirror:
+            self._log("mirror_target", target=target)
         _write_config(self._workdir / "config.json", self._config)
         self._log("preflight_done")
         self.entered = True
@@ -216,6 +232,7 @@ class Worker:
             restarts=self._attempt,
             mode=self._config.log.progress,
         )
+        self._progress = progress
         try:
             if problem := self._cache.enable(
                 device=parts.train_step.mesh.devices.flat[0]
@@ -281,7 +298,10 @@ class Worker:
             if skips:
                 # A rollback to this step took them out.
                 parts.iterator.seek(restored.step, skipped=[*skipped, *skips])
-        progress.note(f"resuming at step {restored.step} from {restored.path}")
+        origin = f" from {restored.path}"
+        if restored.step in self._notes.fetched:
+            origin = f", fetched from the mirror {self._config.checkpoint.mirror}"
+        progress.note(f"resuming at step {restored.step}{origin}")
         evaluated = restored.step if restored.metrics else -1
         return restored.state, restored.step, evaluated
 
@@ -290,18 +310,8 @@ class Worker:
         chosen = self._config.init
         if not chosen.checkpoint:
             return parts.train_step.init()
-        loaded = foreign.init_params(
-            os.path.expanduser(chosen.checkpoint),
-            parts.train_step.init().params
-            if chosen.optional
-            else parts.train_step.abstract_state.params,
-            paths=chosen.paths,
-            rename=_rename_rules(chosen.rename),
-            optional=chosen.optional,
-            allow_cast=chosen.allow_cast,
-            emit=self._log,
-        )
-        return parts.train_step.init(params=loaded.tree)
+        params = init_params.load(chosen, parts.train_step, emit=self._log)
+        return parts.train_step.init(params=params)
 
     def _compile(self, parts: Parts, state: TrainState) -> tuple[Any, Any]:
         """The train and the evaluation step, compiled before the loop begins."""
@@ -363,22 +373,6 @@ def _damage(record: dict[str, Any]) -> str:
     if "facts" in run and (data.get("step") != record["step"] or not is_whole):
         return "it holds no data position of its step"
     return ""
-
-
-def _rename_rules(text: str) -> dict[str, str]:
-    """Reads `stored = wanted, other = another`.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    rules = {}
-    for rule in filter(None, (part.strip() for part in text.split(","))):
-        old, equals, new = (side.strip() for side in rule.partition("="))
-        if not equals:
-            problem = f"{rule!r} is no rule: write stored = wanted"
-            raise ConfigError("init.rename", problem)
-        rules[old] = new
-    return rules
 
 
 def _write_config(path: pathlib.Path, config: Config) -> None:

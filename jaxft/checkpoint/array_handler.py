@@ -46,7 +46,7 @@ from orbax.checkpoint._src.serialization import (  # noqa: TID251
     tensorstore_utils,
 )
 
-from jaxft.checkpoint import array_snapshot
+from jaxft.checkpoint import array_snapshot, manifest
 from jaxft.checkpoint.array_reader import Reader, chunks_of
 from jaxft.checkpoint.byte_budget import ByteBudget, gather
 from jaxft.checkpoint.chunking import (
@@ -96,19 +96,13 @@ def link_leaf(source: str, target: str) -> None:
     Raises:
         OSError: a file could not be linked.
     """
-    found = False
-    for folder, _, files in os.walk(source, onerror=_raise):
-        new = os.path.normpath(os.path.join(target, os.path.relpath(folder, source)))
-        os.makedirs(new, exist_ok=True)
-        for file in files:
-            os.link(os.path.join(folder, file), os.path.join(new, file))
-            found = True
-    if not found:
+    files = manifest.list_files(source)
+    if not files:
         raise FileNotFoundError(f"nothing to link in {source}")
-
-
-def _raise(error: OSError) -> None:
-    raise error
+    for folder in dict.fromkeys(os.path.dirname(file) for file in files):
+        os.makedirs(os.path.join(target, folder), exist_ok=True)
+    for file in files:
+        os.link(os.path.join(source, file), os.path.join(target, file))
 
 
 def _is_primary() -> bool:

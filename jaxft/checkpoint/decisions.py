@@ -408,9 +408,7 @@ def _pin(body: dict[str, Any]) -> Pin:
 def _not_there(root: str, step: int, steps: list[int]) -> records.FaultError:
     there = ", ".join(map(str, steps)) or "none"
     text = f"step {step} is not in {root}; there: {there}"
-    return records.FaultError(
-        records.Fault(kind=records.FaultKind.NO_CHECKPOINT, evidence=text)
-    )
+    return records.fault_error(records.FaultKind.NO_CHECKPOINT, text)
 
 
 def _unusable(path: str | os.PathLike[str], reason: str) -> records.FaultError:
@@ -418,6 +416,4 @@ def _unusable(path: str | os.PathLike[str], reason: str) -> records.FaultError:
         f"{os.fspath(path)} cannot be used: {reason}; put it back from a copy, or move "
         "it away if nothing was rolled back; nothing was changed"
     )
-    return records.FaultError(
-        records.Fault(kind=records.FaultKind.CONFIG, evidence=text)
-    )
+    return records.fault_error(records.FaultKind.CONFIG, text)

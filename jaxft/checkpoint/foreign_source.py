@@ -45,16 +45,12 @@ OnPart = Callable[[tuple[int, ...], np.ndarray], None]
 
 def refuse(text: str) -> records.FaultError:
     """A path or a wish that cannot be fulfilled."""
-    return _fault(records.FaultKind.CONFIG, text)
+    return records.fault_error(records.FaultKind.CONFIG, text)
 
 
 def damaged(text: str) -> records.FaultError:
     """A checkpoint that is there and is not what was written."""
-    return _fault(records.FaultKind.NO_CHECKPOINT, text)
-
-
-def _fault(kind: records.FaultKind, text: str) -> records.FaultError:
-    return records.FaultError(records.Fault(kind=kind, evidence=text))
+    return records.fault_error(records.FaultKind.NO_CHECKPOINT, text)
 
 
 # --- where the arrays are -----------------------------------------------------

@@ -256,7 +256,7 @@ def _explain(error: Exception, path: str, *, reading: Reading, step: int) -> Dam
     try:
         _read_anything(path)
         if orbax_io.cause(error) in ("no permission", "I/O error"):
-            raise layout.unreadable(path, orbax_io.first_line(error)) from error
+            raise layout.unreadable(path, records.first_line(error)) from error
     except records.FaultError as refusal:
         reading.emit("unreadable", step=step, reason=str(refusal))
         raise
@@ -276,7 +276,7 @@ def _verify(path: str) -> list[Problem]:
     except OSError as error:
         if orbax_io.is_process_failure(error):
             raise
-        return [Problem(os.path.basename(path), orbax_io.first_line(error))]
+        return [Problem(os.path.basename(path), records.first_line(error))]
 
 
 def _blame(error: Exception, path: str) -> Problem:
@@ -382,9 +382,7 @@ def _judge_difference(restored: Restored, problems: list[Problem]) -> Damage:
         f"{restored.path} is right on disk, but restored from it {problems[0]}: memory "
         "or a device of this machine changes values; use another one"
     )
-    raise records.FaultError(
-        records.Fault(kind=records.FaultKind.EXCEPTION, evidence=text)
-    )
+    raise records.fault_error(records.FaultKind.EXCEPTION, text)
 
 
 # --- what else a bad file belongs to -------------------------------------------

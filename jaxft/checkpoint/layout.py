@@ -177,9 +177,7 @@ def unreadable(path: str | os.PathLike[str], reason: str) -> records.FaultError:
     """A refusal that leaves the store alone: a person can put it right."""
     hint = "make it readable or use another folder; nothing was changed"
     text = f"checkpoints cannot be read: {os.fspath(path)}: {reason}; {hint}"
-    return records.FaultError(
-        records.Fault(kind=records.FaultKind.CONFIG, evidence=text)
-    )
+    return records.fault_error(records.FaultKind.CONFIG, text)
 
 
 def _sort(root: str, names: Sequence[str]) -> tuple[Discovery, bool]:

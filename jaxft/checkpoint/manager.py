@@ -39,9 +39,9 @@ from jaxft.checkpoint import (
     decisions,
     layout,
     leaves,
+    mirror_check,
     mirrored,
     options,
-    orbax_io,
     policies,
     retention,
     run_record,
@@ -149,10 +149,15 @@ class CheckpointManager:
             emit=emit,
         )
         self._mirror = mirrored.make_mirror(
-            mirror, rate=mirror_rate, keep=self._keep_policy, emit=emit
+            mirror,
+            root=self.root,
+            rate=mirror_rate,
+            keep=self._keep_policy,
+            emit=emit,
         )
         if self._mirror is not None:
             self._planner.pins.mirror = self._mirror
+        self._metrics = retention.MetricWatch(self._keep_policy, emit=emit)
         self._timeline = 0
         self._retention_lock = threading.Lock()
         at_exit.finish_at_exit(self)
@@ -245,6 +250,7 @@ class CheckpointManager:
                 raise refusal from error
             return False
         self._last_step, self._last_secs = step, self._timer()
+        self._metrics.look(step, metrics or {})
         return True
 
     def _begin(self, step: int, state: PyTree, *, content: dict[str, Any]) -> None:
@@ -277,7 +283,7 @@ class CheckpointManager:
             self._saves.clean_failed(layout.step_path(self.root, step))
             if isinstance(error, OSError):
                 raise
-            raise OSError(orbax_io.first_line(error)) from error
+            raise OSError(records.first_line(error)) from error
         self._emit(
             "save_start",
             step=step,
@@ -328,7 +334,8 @@ class CheckpointManager:
             ConfigError: the root is no folder to be read and written, lacks something
                 that saves need (see `jaxft.checkpoint.space`) or the room for what is
                 kept, its newest or only step is not ours, a leaf of the target
-                cannot be stored, or `health` names none.
+                cannot be stored, `health` names none, or a mirror in a folder
+                cannot be written.
         """
         try:
             found = decisions.discover(self.root)
@@ -338,6 +345,8 @@ class CheckpointManager:
             options.check_health(self._options.health, leaves.flatten(target))
             if jax.process_index() == 0:
                 self._planner.check(target, found)
+                if self._mirror is not None:
+                    mirror_check.check_folder(self._mirror.address)
         except config.ConfigError:
             raise
         except (records.FaultError, OSError, ValueError) as error:

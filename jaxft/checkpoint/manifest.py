@@ -361,9 +361,7 @@ def decode(data: bytes, *, source: str) -> Manifest:
             f"{source} is written as {name} {version}, this jaxft reads "
             f"{FORMAT_NAME} {FORMAT_VERSION}: use the jaxft that wrote it"
         )
-        raise records.FaultError(
-            records.Fault(kind=records.FaultKind.CONFIG, evidence=text)
-        )
+        raise records.fault_error(records.FaultKind.CONFIG, text)
     try:
         return _parse(value)
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -129,9 +129,7 @@ def fetch(
 
 
 def _no_checkpoint(text: str) -> records.FaultError:
-    return records.FaultError(
-        records.Fault(kind=records.FaultKind.NO_CHECKPOINT, evidence=text)
-    )
+    return records.fault_error(records.FaultKind.NO_CHECKPOINT, text)
 
 
 def _fetch(

@@ -406,9 +406,3 @@ def read_pieces(path: str) -> Iterator[bytes]:
     with open(path, "rb", buffering=0) as file:
         while piece := file.read(PIECE_BYTES):
             yield piece
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, at most 300 characters."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:300]

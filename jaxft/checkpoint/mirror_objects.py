@@ -24,6 +24,7 @@ import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxft import records
 from jaxft.checkpoint import array_store, mirror_mark
 
 _BLOBS = "blobs/"
@@ -64,7 +65,7 @@ class ObjectStore:
                 **dict(urllib.parse.parse_qsl(query, strict_parsing=bool(query))),
             )
         except Exception as error:
-            text = mirror_mark.first_line(error)
+            text = records.first_line(error)
             raise mirror_mark.MirrorError(f"{url} cannot be opened: {text}") from error
 
     def keys(self, start: str, end: str) -> list[str]:
@@ -114,7 +115,7 @@ class ObjectStore:
                 f"{self.where} did not answer within {self._timeout_secs:g} s"
             ) from error
         except Exception as error:
-            text = mirror_mark.first_line(error)
+            text = records.first_line(error)
             raise mirror_mark.MirrorError(f"{self.where}: {text}") from error
         finally:
             for future in futures:

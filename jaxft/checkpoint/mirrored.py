@@ -16,22 +16,29 @@ from collections.abc import Callable
 import jax
 
 from jaxft import config, records
-from jaxft.checkpoint import mirror_fetch, options, orbax_io, together
+from jaxft.checkpoint import mirror_check, mirror_fetch, options, together
 from jaxft.checkpoint.judge import Restored
 from jaxft.checkpoint.mirror import Mirror
 from jaxft.checkpoint.mirror_mark import MirrorError
 
 
 def make_mirror(
-    address: str, *, rate: str, keep: records.KeepPolicy, emit: records.Emit
+    address: str,
+    *,
+    root: str,
+    rate: str,
+    keep: records.KeepPolicy,
+    emit: records.Emit,
 ) -> Mirror | None:
     """The mirror of a manager; None for no address.
 
     Raises:
-        ConfigError: the address or the rate cannot be used.
+        ConfigError: the address or the rate cannot be used, or the one would lie in
+            the other's place.
     """
     if not address:
         return None
+    mirror_check.check_apart(address, root=root)
     num_bytes = 0
     if rate:
         num_bytes = options.parse_bytes(rate, path="checkpoint.mirror_rate")
@@ -57,7 +64,7 @@ def list_steps(address: str, *, root: str = "") -> list[int]:
     try:
         return mirror_fetch.list_steps(address, healthy_only=True, into=root)
     except (MirrorError, OSError) as error:
-        problem = f"{address} does not say what it holds: {orbax_io.first_line(error)}"
+        problem = f"{address} does not say what it holds: {records.first_line(error)}"
         raise config.ConfigError("checkpoint.mirror", problem) from error
 
 
@@ -127,7 +134,7 @@ def _fetch(mirror: Mirror, root: str, *, tried: set[int], emit: records.Emit) ->
             tried.add(step)  # It does not come back whole; its event says why.
             continue
         except (MirrorError, OSError) as error:
-            reason = orbax_io.first_line(error)
+            reason = records.first_line(error)
             problem = f"step {step} cannot be fetched from {address}: {reason}"
             raise config.ConfigError("checkpoint.mirror", problem) from error
         return step

@@ -406,7 +406,7 @@ def probe(path: str) -> str:
     except Exception as error:
         if isinstance(error, records.FaultError) or is_process_failure(error):
             raise
-        return f"{type(error).__name__}: {first_line(error)}"
+        return f"{type(error).__name__}: {records.first_line(error)}"
     return ""
 
 
@@ -477,9 +477,3 @@ def _chain(error: BaseException) -> list[BaseException]:
         chain.append(link)
         link = link.__cause__ or link.__context__
     return chain
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, at most 300 characters."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:300]

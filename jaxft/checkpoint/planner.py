@@ -295,7 +295,7 @@ class SavePlanner:
             except Exception as error:
                 if time.monotonic() > deadline:
                     # Nothing is relied on that is not known to be good.
-                    return (f"unknown: {orbax_io.first_line(error)}",)
+                    return (f"unknown: {records.first_line(error)}",)
             time.sleep(_POLL_SECS)
 
     def end(self, one: proof.Proof, *, committed: bool) -> None:

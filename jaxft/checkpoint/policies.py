@@ -88,15 +88,23 @@ class Best:
     """Keeps the `num_steps` checkpoints with the best value of a metric.
 
     Those that do not have it, or not as a finite number, are not among them; of two
-    that are as good the newer one is.
+    that are as good the newer one is. Where they have metrics and none has this one,
+    which is most likely misspelt, it is no reason to delete any.
     """
 
     num_steps: int
     metric: str
     largest: bool = False
 
+    def is_void(self, checkpoints: Sequence[records.CheckpointInfo]) -> bool:
+        """Whether there are metrics, and nobody has this one."""
+        evaluated = [info.metrics for info in checkpoints if info.metrics]
+        return bool(evaluated) and all(self.metric not in one for one in evaluated)
+
     def should_keep(self, checkpoints: Sequence[records.CheckpointInfo]) -> list[bool]:
         """True for the best ones."""
+        if self.is_void(checkpoints):
+            return [True] * len(checkpoints)
         sign = -1.0 if self.largest else 1.0
         ranked = sorted(
             (sign * value, -info.step)
@@ -114,8 +122,13 @@ class AnyKeep:
     policies: tuple[records.KeepPolicy, ...]
 
     def should_keep(self, checkpoints: Sequence[records.CheckpointInfo]) -> list[bool]:
-        """True where any part says so."""
-        answers = [policy.should_keep(checkpoints) for policy in self.policies]
+        """True where any part says so that has something to go by."""
+        parts = [
+            policy
+            for policy in self.policies
+            if not (isinstance(policy, Best) and policy.is_void(checkpoints))
+        ]
+        answers = [part.should_keep(checkpoints) for part in parts or self.policies]
         return [any(column) for column in zip(*answers, strict=True)]
 
 
@@ -135,14 +148,20 @@ class SaveErrors:
 
 
 def _num_steps(text: str) -> int:
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        raise ValueError(f"{text or 'nothing'} is no whole number") from None
     if number < 1:
         raise ValueError("must be at least 1")
     return number
 
 
 def _num_secs(text: str) -> float:
-    number = float(text)
+    try:
+        number = float(text)
+    except ValueError:
+        raise ValueError(f"{text or 'nothing'} is no number") from None
     if not 0 < number < math.inf:
         raise ValueError("must be a positive number of seconds")
     return number
@@ -261,9 +280,14 @@ def reads_clock(policy: records.SavePolicy) -> bool:
 
 def reads_metrics(policy: records.KeepPolicy) -> bool:
     """Whether the answers of a policy depend on evaluations."""
+    return bool(metrics_of(policy))
+
+
+def metrics_of(policy: records.KeepPolicy) -> frozenset[str]:
+    """The metrics of an evaluation that a policy goes by."""
     if isinstance(policy, AnyKeep):
-        return any(reads_metrics(part) for part in policy.policies)
-    return isinstance(policy, Best)
+        return frozenset().union(*map(metrics_of, policy.policies))
+    return frozenset({policy.metric} if isinstance(policy, Best) else ())
 
 
 def most_kept(policy: records.KeepPolicy) -> int:

@@ -28,7 +28,14 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxft import fingerprints, patterns
-from jaxft.checkpoint import array_store, incremental, layout, leaves, run_record
+from jaxft.checkpoint import (
+    array_store,
+    contents,
+    incremental,
+    layout,
+    leaves,
+    run_record,
+)
 from jaxft.checkpoint import manifest as manifests
 from jaxft.checkpoint.chunking import ArrayOptions
 from jaxft.checkpoint.manifest import LeafEntry, Manifest
@@ -37,7 +44,6 @@ from jaxft.parallel import fingerprint
 
 PyTree = Any
 
-_PYTHON_DTYPES = {int: "int64", float: "float64", bool: "bool"}
 _POLL_SECS = 0.01
 _SHARE_SECS = 0.2
 _Partials = dict[str, list[tuple[int, int, int]]]
@@ -83,7 +89,7 @@ class Digests:
             if isinstance(leaf, str) or (wanted is not None and path not in wanted):
                 continue
             if not isinstance(leaf, jax.Array):
-                leaf = np.asarray(leaf, _PYTHON_DTYPES.get(type(leaf)))
+                leaf = np.asarray(leaf, contents.PYTHON_DTYPES.get(type(leaf).__name__))
             if 0 in leaf.shape:
                 continue
             self.names[path] = name
@@ -428,15 +434,8 @@ def prepare(state: PyTree) -> None:
 def num_state_bytes(specs: Mapping[str, run_record.LeafSpec]) -> tuple[int, int]:
     """(leaves with elements, about how many bytes they are)."""
     sizes = [
-        math.prod(spec.shape) * _item_bytes(spec)
+        math.prod(spec.shape) * run_record.item_bytes(spec.dtype)
         for spec in specs.values()
         if not spec.is_empty and spec.kind is not run_record.LeafKind.TEXT
     ]
     return len(sizes), sum(sizes)
-
-
-def _item_bytes(spec: run_record.LeafSpec) -> int:
-    try:
-        return np.dtype(spec.dtype or "int64").itemsize
-    except TypeError:
-        return 16 if spec.dtype.startswith("key<") else 1

@@ -185,9 +185,7 @@ def _compare_records(restored: Restored) -> None:
 
 def _not_shared(text: str) -> records.FaultError:
     text = f"{text}: the root must be one folder that all processes share"
-    return records.FaultError(
-        records.Fault(kind=records.FaultKind.CONFIG, evidence=text)
-    )
+    return records.fault_error(records.FaultKind.CONFIG, text)
 
 
 def _sharing_steps(
@@ -222,9 +220,7 @@ def refuse_foreign(found: layout.Discovery) -> None:
                 f"{path} is no checkpoint of ours ({reason}): use another workdir, "
                 "or move it away; nothing was changed"
             )
-            raise records.FaultError(
-                records.Fault(kind=records.FaultKind.CONFIG, evidence=text)
-            )
+            raise records.fault_error(records.FaultKind.CONFIG, text)
 
 
 def _restore_exactly(
@@ -240,6 +236,4 @@ def _restore_exactly(
 
 
 def _no_checkpoint(text: str) -> records.FaultError:
-    return records.FaultError(
-        records.Fault(kind=records.FaultKind.NO_CHECKPOINT, evidence=text)
-    )
+    return records.fault_error(records.FaultKind.NO_CHECKPOINT, text)

@@ -57,6 +57,28 @@ class Pins:
         return any(step in steps for steps in self._held.values())
 
 
+class MetricWatch:
+    """Tells once of a metric that a policy goes by and nobody has.
+
+    Args:
+        keep: the policy.
+        emit: told of it.
+    """
+
+    def __init__(self, keep: records.KeepPolicy, *, emit: records.Emit):
+        self._wanted = policies.metrics_of(keep)
+        self._emit = emit
+
+    def look(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Looks at the metrics of the first step that has some."""
+        if not metrics:
+            return
+        for metric in sorted(self._wanted - metrics.keys()):
+            known = sorted(metrics)
+            self._emit("metric_missing", step=step, metric=metric, known=known)
+        self._wanted = frozenset()
+
+
 def retain(
     root: str,
     *,

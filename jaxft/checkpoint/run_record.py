@@ -19,6 +19,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from jaxft import records
 from jaxft.checkpoint import layout
 
@@ -75,6 +77,20 @@ class LeafSpec:
         if self.kind in PYTHON_KINDS:
             return str(self.kind)
         return f"{self.kind} {self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one element in memory; of a typed key, those of its data.
+
+    Args:
+        dtype: as in a `LeafSpec`; also empty, for Python numbers.
+    """
+    if dtype.startswith("key<"):
+        return 16 if "rbg" in dtype else 8
+    try:
+        return np.dtype(dtype or "int64").itemsize
+    except TypeError:
+        return 1
 
 
 def parse_leaf(text: str) -> LeafSpec:
@@ -218,9 +234,7 @@ def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"{path} is written as {FORMAT_NAME} {version}, this jaxft reads "
             f"{FORMAT_NAME} {FORMAT_VERSION}: use the jaxft that wrote it"
         )
-        raise records.FaultError(
-            records.Fault(kind=records.FaultKind.CONFIG, evidence=text)
-        )
+        raise records.fault_error(records.FaultKind.CONFIG, text)
     for name, kinds in _RECORD_TYPES.items():
         if type(record.get(name)) not in kinds:
             raise RecordError(f"{file} has no {name} that can be understood")

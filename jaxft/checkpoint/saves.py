@@ -225,7 +225,7 @@ class Saves:
         text = (
             f"save of step {step} to {path} failed: {orbax_io.cause(error)}; "
             f"{orbax_io.remedy(error, root=self._root)}; {resume} "
-            f"({orbax_io.first_line(error)})"
+            f"({records.first_line(error)})"
         )
         return records.Fault(
             kind=records.FaultKind.SAVE_FAILED,

@@ -19,6 +19,8 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 
+from jaxft.checkpoint import layout
+
 _SAMPLE = b"jaxft"
 _PREFIX = ".jaxft-probe-"
 
@@ -79,7 +81,7 @@ def _try_all(root: str, place: str) -> Abilities:
         with _ability(root, "lock a file (flock)"):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with _ability(root, "make a folder durable (fsync)"):
-        _sync(place)
+        layout.sync_folder(place)
     with _ability(root, "rename a file"):
         os.rename(first, second)
     with _ability(root, "give back what was written"), open(second, "rb") as file:
@@ -100,14 +102,6 @@ def open_for_probe(root: str, path: str) -> Iterator[int]:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         yield fd
-    finally:
-        os.close(fd)
-
-
-def _sync(folder: str) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
     finally:
         os.close(fd)
 

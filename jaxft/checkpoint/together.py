@@ -45,9 +45,7 @@ def same_end(what: str) -> Iterator[None]:
         raise failure
     if bad:
         text = f"process {bad[0]} cannot {what}; its own message says why"
-        raise records.FaultError(
-            records.Fault(kind=records.FaultKind.CONFIG, evidence=text)
-        )
+        raise records.fault_error(records.FaultKind.CONFIG, text)
 
 
 def where(is_so: bool) -> list[int]:

@@ -12,13 +12,12 @@ the same leaves. Memory is bounded, whatever the size of the step.
 from __future__ import annotations
 
 import concurrent.futures
+import math
 import os
 import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
-
-import numpy as np
 
 from jaxft import fingerprints
 from jaxft.checkpoint import array_store, contents, layout, run_record
@@ -125,15 +124,10 @@ def is_healthy(step_path: str | os.PathLike[str]) -> bool:
 
 def count_bytes(manifest: Manifest) -> int:
     """Bytes of arrays that a full verification reads, as they are in memory."""
-    return sum(_num_bytes(leaf) for leaf in manifest.leaves.values())
-
-
-def _num_bytes(leaf: LeafEntry) -> int:
-    try:
-        itemsize = np.dtype(leaf.dtype).itemsize
-    except TypeError:
-        itemsize = 8 if leaf.dtype.startswith("key<") else 1
-    return int(np.prod(leaf.shape, dtype=np.int64)) * itemsize
+    return sum(
+        math.prod(leaf.shape) * run_record.item_bytes(leaf.dtype)
+        for leaf in manifest.leaves.values()
+    )
 
 
 # --- leaves -------------------------------------------------------------------

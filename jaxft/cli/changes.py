@@ -148,6 +148,4 @@ def _reason(options: Any) -> str:
 
 
 def _refused(problem: str) -> records.FaultError:
-    return records.FaultError(
-        records.Fault(kind=records.FaultKind.CONFIG, evidence=problem)
-    )
+    return records.fault_error(records.FaultKind.CONFIG, problem)

@@ -86,15 +86,11 @@ def owned(root: str) -> Iterator[None]:
 
 def nothing_there(text: str) -> records.FaultError:
     """The answer to a question about what is not there."""
-    return records.FaultError(
-        records.Fault(kind=records.FaultKind.NO_CHECKPOINT, evidence=text)
-    )
+    return records.fault_error(records.FaultKind.NO_CHECKPOINT, text)
 
 
 def _refused(text: str) -> records.FaultError:
-    return records.FaultError(
-        records.Fault(kind=records.FaultKind.CONFIG, evidence=text)
-    )
+    return records.fault_error(records.FaultKind.CONFIG, text)
 
 
 def _existing(text: str) -> str:

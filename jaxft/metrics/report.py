@@ -36,6 +36,9 @@ class Summary:
             again.
         last_checkpoint: label of the newest committed step, -1 for none.
         quarantined: paths of steps that were moved aside.
+        has_mirror: whether there is a second place for all steps.
+        mirrored: label of the newest step that is known to be there, -1 for none.
+        mirror_problem: why the last copy failed; empty when it did not.
     """
 
     def __init__(self) -> None:
@@ -49,6 +52,10 @@ class Summary:
         self.lost_secs = 0.0
         self.last_checkpoint = -1
         self.quarantined: list[str] = []
+        self.has_mirror = False
+        self.mirrored = -1
+        self.mirror_problem = ""
+        self._saved, self._restored = -1, -1
         self._items: tuple[str, float] | None = None
         # A worker's first record holds what is done once: it counts only if it is all
         # that there is.
@@ -111,11 +118,31 @@ class Summary:
         newest = self.last_checkpoint
         known = f"{where}, newest {newest}" if newest >= 0 else f"none yet in {where}"
         rows.append(("checkpoints", known))
+        if known := self._mirror_words():
+            rows.append(("mirror", known))
         rows += [("moved aside", os.path.normpath(path)) for path in self.quarantined]
         if history:
             rows.append(("history", f"incomplete: {history}"))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+    def _mirror_words(self) -> str:
+        """What the mirror has of the steps; empty where nobody can tell."""
+        problem = f": {self.mirror_problem}" if self.mirror_problem else ""
+        newest = max(self._saved, self._restored)
+        if self.mirrored >= 0:
+            missing = f"; step {newest} is not there yet{problem}"
+            if newest <= self.mirrored:
+                missing = problem and f"; not all went well{problem}"
+            return f"step {self.mirrored} is its newest{missing}"
+        if self._saved < 0:
+            return f"nothing new{problem}" if problem else ""
+        if problem:
+            none = (
+                "none of the new steps" if self._restored >= 0 else "none of the steps"
+            )
+            return f"{none}{problem}"
+        return f"step {self._saved} is not there yet" if self.has_mirror else ""
 
     def _known_pace(self) -> _Pace:
         return self._pace if self._pace.secs > 0 else self._first_pace
@@ -151,17 +178,36 @@ class Summary:
     def _take_save_commit(self, event: Event) -> None:
         step = int(event["step"])
         self.last_checkpoint = max(self.last_checkpoint, step)
+        self._saved = max(self._saved, step)
         # Committed while the steps after it ran already.
         self.step = max(self.step, step)
 
     def _take_restore(self, event: Event) -> None:
         step = int(event["step"])
         self.last_checkpoint = max(self.last_checkpoint, step)
+        self._restored = max(self._restored, step)
         self.step = step
 
     def _take_end(self, event: Event) -> None:
         if (step := int(event["step"])) >= 0:  # It left before it had one.
             self.step = step
+        if event["reason"] == "finished" and self.has_mirror:
+            # Whoever finishes waits for the copies, or says why not.
+            known = -1 if self.mirror_problem else self.last_checkpoint
+            self.mirrored = max(self.mirrored, known)
+
+    def _take_mirror_target(self, event: Event) -> None:
+        self.has_mirror = bool(event["target"])
+
+    def _take_mirror_commit(self, event: Event) -> None:
+        self.mirrored = max(self.mirrored, int(event["step"]))
+        self.mirror_problem = ""
+
+    def _take_mirror_fetch(self, event: Event) -> None:
+        self.mirrored = max(self.mirrored, int(event["step"]))
+
+    def _take_mirror_failed(self, event: Event) -> None:
+        self.mirror_problem = str(event["reason"])
 
     def _take_quarantine(self, event: Event) -> None:
         self.quarantined.append(str(event["path"]))

@@ -18,6 +18,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
+from jaxft import records
 from jaxft.config import ConfigError, MeshConfig
 
 # Outermost first: neighbours along `tensor` are the nearest devices, those along
@@ -115,7 +116,7 @@ def _all_devices() -> list[jax.Device]:
     except RuntimeError as error:
         # A plug-in without its hardware, or JAX_PLATFORMS names what is not here.
         raise ConfigError(
-            "mesh", f"JAX finds no usable device: {_first_line(error)}"
+            "mesh", f"JAX finds no usable device: {records.first_line(error)}"
         ) from error
 
 
@@ -155,7 +156,8 @@ def _arrange(
             )
         except _UNFIT as error:
             raise ConfigError(
-                "mesh.data", f"{within} does not fit the chips: {_first_line(error)}"
+                "mesh.data",
+                f"{within} does not fit the chips: {records.first_line(error)}",
             ) from error
     # Devices come ordered by process, so that the inner axes stay within a host.
     grid = np.empty(len(devices), dtype=object)
@@ -193,9 +195,5 @@ def _arrange_slices(
         raise ConfigError(
             field,
             f"{within} in each of {len(slices)} slices does not fit: "
-            f"{_first_line(error)}",
+            f"{records.first_line(error)}",
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
