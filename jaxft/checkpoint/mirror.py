@@ -307,7 +307,17 @@ class Mirror:
                     healthy=mark.healthy,
                 )
         ordered = [infos[step] for step in sorted(infos)]
-        dropped = policies.plan_deletions(ordered, keep=self._keep)
+
+        def shares(
+            first: records.CheckpointInfo, second: records.CheckpointInfo
+        ) -> bool:
+            one, other = marks.get(first.step), marks.get(second.step)
+            if one is None or other is None:
+                return False
+            keys = mirror_mark.shared_keys(one).keys()
+            return not keys.isdisjoint(mirror_mark.shared_keys(other))
+
+        dropped = policies.plan_deletions(ordered, keep=self._keep, shares=shares)
         return {info.step for info in dropped} & others.keys()
 
 

@@ -36,6 +36,9 @@ PIECE_BYTES = 2**25
 
 _MANIFEST = f"{manifest.MANIFEST_ITEM}/{manifest.MANIFEST_FILE}"
 
+# Path, the step that wrote it, proof, length.
+_Key = tuple[str, int, str, int]
+
 
 class MirrorError(Exception):
     """Why a step is not on the mirror, or does not come back from it."""
@@ -335,6 +338,15 @@ def _parents(path: str) -> Iterator[str]:
         yield path
 
 
+def shared_keys(mark: Mark) -> dict[_Key, MirroredFile]:
+    """The files that other steps may share, by what they have in common then."""
+    return {
+        (path, file.written_at, file.proof, file.num_bytes): file
+        for path, file in mark.files.items()
+        if file.proof
+    }
+
+
 class Known:
     """What the mirror holds already of the files that a step shares.
 
@@ -344,10 +356,9 @@ class Known:
 
     def __init__(self, marks: Iterable[Mark]):
         self._files = {
-            (path, file.written_at, file.proof, file.num_bytes): (mark.step, file)
+            key: (mark.step, file)
             for mark in marks
-            for path, file in mark.files.items()
-            if file.proof
+            for key, file in shared_keys(mark).items()
         }
 
     def find(self, file: SourceFile, *, step: int) -> tuple[int, MirroredFile] | None:

@@ -73,6 +73,22 @@ def test_who_begins_from_the_mirror_leaves_the_rest_to_the_policy(
     assert not events.of("mirror_failed")
 
 
+def test_the_policy_leaves_no_two_neighbours_with_one_file(root, tmp_path, sync):
+    target = str(tmp_path / "mirror")
+    root.add(10, frozen=A)
+    root.add(11, frozen=A)
+    root.add(20, links={"frozen": 10})
+    root.add(21, frozen=A)
+    sync(target)
+    _lose(root)
+    assert mirror_fetch.fetch(target, 21, into=root.path)
+    sync(target, keep=policies.parse_keep("last(1) | every(10)"))
+    # 10 and 20 are one file: what lies between them stays.
+    assert mirror_fetch.list_steps(target) == [10, 11, 20, 21]
+    sync(target, keep=policies.parse_keep("last(1)"))
+    assert mirror_fetch.list_steps(target) == [21]
+
+
 def test_what_was_rolled_back_does_not_come_back(root, target, sync, events):
     for step in (10, 20, 30):
         root.add(step, a=A + step)
@@ -194,7 +210,7 @@ def test_what_is_saved_after_close_is_mirrored(root, tmp_path, events):
 def test_one_thread_copies_and_a_stopped_one_goes_on_when_asked(root, tmp_path, events):
     target = str(tmp_path / "mirror")
     step = root.add(10, a=A)
-    rate = layout.count_bytes(step) / 2
+    rate = layout.count_bytes(step) * 1.5
     copier = mirror.Mirror(target, emit=events, bytes_per_sec=rate)
     copier.offer(step)
     asked = []
