@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from absl import logging
+
+# A list in brackets that does not end where its line does.
+_CUT_OFF = re.compile(r"(?<=\S)\s*\[[^\]]*\Z")
 
 
 class ExitCode(enum.IntEnum):
@@ -116,7 +120,7 @@ def fault_error(kind: FaultKind, text: str) -> FaultError:
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, at most 300 characters."""
     text = str(error).strip() or type(error).__name__
-    # In C++ errors a list of places goes on in lines that are not shown.
+    # In C++ errors such a list goes on in lines that are not shown.
     return _CUT_OFF.sub("", text.splitlines()[0])[:300]
 
 

@@ -1,0 +1,83 @@
+"""Which events a person is told of at once: lines that stay above the live line.
+
+World: host-only. Floor: a peer of `data` and `checkpoint`, above `events`. Read
+`jaxft/metrics/writers.py` before, and `jaxft/worker.py`, which hands it every event.
+
+What is rare and asks for a look: a step that was moved aside or not saved, a mirror
+that fails, a setting that does nothing. The rest is in the history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+_MAX_SHOWN = 3
+
+
+class Notes:
+    """Makes lines of events.
+
+    Args:
+        say: prints one.
+        failed_saves: whether they are told; not where the first one ends the run, and
+            is told then.
+
+    Attributes:
+        fetched: steps that came from the mirror.
+    """
+
+    def __init__(self, say: Callable[[str], None], *, failed_saves: bool = False):
+        self.fetched: set[int] = set()
+        self._say = say
+        self._failed_saves = failed_saves
+        self._mirror_problem = ""
+
+    def take(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """Tells an event that is worth it; safe to be called from any thread."""
+        teller = getattr(self, f"_tell_{kind}", None)
+        if teller is not None and (text := teller(fields)):
+            self._say(" ".join(text.split()))
+
+    def _tell_quarantine(self, fields: Mapping[str, Any]) -> str:
+        step, path, reason = fields["step"], fields["path"], fields["reason"]
+        return f"step {step} was moved aside: {reason}; kept as {path}"
+
+    def _tell_unhealthy(self, fields: Mapping[str, Any]) -> str:
+        return f"step {fields['step']} is passed over: {_not_finite(fields['leaves'])}"
+
+    def _tell_save_unhealthy(self, fields: Mapping[str, Any]) -> str:
+        return f"step {fields['step']} was not saved: {_not_finite(fields['leaves'])}"
+
+    def _tell_save_failed(self, fields: Mapping[str, Any]) -> str:
+        return fields["reason"] if self._failed_saves else ""
+
+    def _tell_mirror_fetch(self, fields: Mapping[str, Any]) -> str:
+        self.fetched.add(fields["step"])
+        return ""
+
+    def _tell_mirror_failed(self, fields: Mapping[str, Any]) -> str:
+        step, target, reason = fields["step"], fields["target"], fields["reason"]
+        is_news = self._mirror_problem != reason
+        self._mirror_problem = reason
+        # At every commit anew it would hide everything else.
+        what = f"step {step}" if step >= 0 else target
+        return f"mirror: {what} failed: {reason}" if is_news else ""
+
+    def _tell_mirror_commit(self, fields: Mapping[str, Any]) -> str:
+        was_failing, self._mirror_problem = self._mirror_problem, ""
+        return f"mirror: step {fields['step']} is there" if was_failing else ""
+
+    def _tell_metric_missing(self, fields: Mapping[str, Any]) -> str:
+        known = ", ".join(fields["known"])
+        return (
+            f"checkpoint.keep goes by {fields['metric']}, which step {fields['step']} "
+            f"does not have; it has {known}"
+        )
+
+
+def _not_finite(paths: Sequence[str]) -> str:
+    shown = ", ".join(paths[:_MAX_SHOWN])
+    if (rest := len(paths) - _MAX_SHOWN) > 0:
+        shown = f"{shown} and {rest} more"
+    return f"{shown} {'is' if len(paths) == 1 else 'are'} not finite"
