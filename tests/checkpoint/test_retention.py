@@ -91,6 +91,21 @@ def test_a_step_that_is_not_healthy_does_not_count(tmp_path):
     assert os.listdir(tmp_path) == ["5"]
 
 
+def test_health_is_told_without_a_word_of_thousands_of_leaves(tmp_path, monkeypatch):
+    _fill(tmp_path, {1: None}, keep="last(1)")
+    (info,) = layout.discover(tmp_path).committed
+    retention._read_health.cache_clear()
+    with monkeypatch.context() as without:
+        without.delattr(manifest, "read")
+        assert retention._with_health(info).healthy
+    proof = manifest.read(tmp_path / "1")
+    (tmp_path / "1/manifest/metadata").unlink()
+    sick = {"healthy": False, "unhealthy": ('"healthy":true',)}
+    manifest.write(tmp_path / "1", manifest.dataclasses.replace(proof, **sick))
+    retention._read_health.cache_clear()
+    assert not retention._with_health(info).healthy
+
+
 def test_a_damaged_manifest_keeps_nothing_from_being_deleted(tmp_path):
     _fill(tmp_path, dict.fromkeys((1, 2, 3), None), keep="last(9)")
     for step in (1, 2):
