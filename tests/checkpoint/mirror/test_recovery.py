@@ -1,4 +1,4 @@
-"""After the disk is gone: what the mirror keeps, and what must not come back from it."""
+"""After the disk is gone: what the mirror keeps, and what must not come back."""
 
 import contextlib
 import os
