@@ -11,6 +11,8 @@ every link, write in full.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import os
 import pathlib
@@ -42,10 +44,37 @@ from jaxft.config import ArrayLayout
 
 PyTree = Any
 
-_MAX_MANIFESTS = 4
+_MAX_KNOWN = 4
 # A committed manifest that another process does not see yet: a network file system.
 _SEEN_SECS = 10.0
 _POLL_SECS = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Known:
+    """A committed step, as the planner last saw it.
+
+    Attributes:
+        stamp: changes when another step takes the name.
+        manifest: of the step.
+        kinds: leaf path -> what it was, as text.
+    """
+
+    stamp: tuple[int, int]
+    manifest: Manifest
+    kinds: Mapping[str, str]
+
+
+def _stamp(step_path: str) -> tuple[int, int]:
+    path = os.path.join(step_path, manifests.MANIFEST_ITEM, manifests.MANIFEST_FILE)
+    status = os.stat(path)
+    return status.st_ino, status.st_mtime_ns
+
+
+def _kinds(record: Mapping[str, Any]) -> dict[str, str]:
+    """Leaf path -> its kind, dtype and shape, as text."""
+    specs = run_record.leaf_specs(record)
+    return {path: str(spec) for path, spec in specs.items()}
 
 
 class SavePlanner:
@@ -79,7 +108,7 @@ class SavePlanner:
         self._emit = emit
         self._has_links: bool | None = None
         self._layout: ArrayLayout | None = None
-        self._manifests: dict[int, Manifest] = {}
+        self._known: dict[int, _Known] = {}
         self._is_tidy = False
 
     # --- what is there ----------------------------------------------------------
@@ -202,13 +231,15 @@ class SavePlanner:
         can_link = self._layout is ArrayLayout.FILES and self._has_links
         if not can_link or not self._options.full_every or jax.process_count() > 1:
             return
+        one.kinds = _kinds(record)
         # Between the look and the pin nothing may be deleted.
         with self.pins.lock:
             infos = decisions.discover(self._root).committed
             self.pins.hold([info.step for info in infos[-2:]], by=one)
-        found = [self._manifest(info) for info in infos[-2:]]
+        found = [self._look(info) for info in infos[-2:]]
         if len(found) < 2 or found[0] is None or found[1] is None:
             return
+        base, newest = found[0], found[1]
         metrics = {name: float(value) for name, value in record["metrics"].items()}
         neighbour = policies.lasting_neighbour(
             infos,
@@ -218,22 +249,30 @@ class SavePlanner:
             keep=self._keep,
             pinned=decisions.read(self._root).pinned,
         )
+        beside = None if neighbour is None else self._look(neighbour)
         one.plan_links(
-            newest=found[1],
-            base=found[0],
+            # Another kind of leaf (NumPy's array, JAX's) is stored with other notes.
+            alike=dict(one.kinds.items() & base.kinds.items()).keys(),
+            newest=newest.manifest,
+            base=base.manifest,
             base_path=infos[-2].path,
             full_every=self._options.full_every,
-            beside=None if neighbour is None else self._manifest(neighbour),
+            beside=None if beside is None else beside.manifest,
         )
 
-    def _manifest(self, info: records.CheckpointInfo) -> Manifest | None:
-        """The manifest of a committed step; None when it has none to go by."""
-        if info.step not in self._manifests:
-            try:
-                self._manifests[info.step] = manifests.read(info.path)
-            except (OSError, manifests.ManifestError, records.FaultError):
-                return None
-        return self._manifests[info.step]
+    def _look(self, info: records.CheckpointInfo) -> _Known | None:
+        """What a committed step is made of; None when nothing tells."""
+        try:
+            stamp = _stamp(info.path)
+            known = self._known.get(info.step)
+            # Another writer may have put another step in its place.
+            if known is None or known.stamp != stamp:
+                kinds = _kinds(run_record.read_record(info.path))
+                known = _Known(stamp, manifests.read(info.path), kinds)
+                self._known[info.step] = known
+            return known
+        except (OSError, ValueError, records.FaultError):
+            return None
 
     def start(
         self, one: proof.Proof, stored: PyTree, *, record: Mapping[str, Any]
@@ -301,15 +340,17 @@ class SavePlanner:
     def end(self, one: proof.Proof, *, committed: bool) -> None:
         """Keeps what the next save needs to know about this one."""
         if committed and one.manifest is not None:
-            self._manifests[one.step] = one.manifest
-            for old in sorted(self._manifests)[:-_MAX_MANIFESTS]:
-                del self._manifests[old]
+            with contextlib.suppress(OSError):
+                stamp = _stamp(layout.step_path(self._root, one.step))
+                self._known[one.step] = _Known(stamp, one.manifest, one.kinds)
+            for old in sorted(self._known)[:-_MAX_KNOWN]:
+                del self._known[old]
         self.pins.release(by=one)
         one.end(layout.step_path(self._root, one.step))
 
     def forget(self) -> None:
         """Something else than a save has changed the root."""
-        self._manifests.clear()
+        self._known.clear()
 
 
 def check_label(step: int, state: PyTree) -> None:

@@ -20,7 +20,7 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -189,6 +189,7 @@ class Proof:
         step: its label.
         arrays: how its arrays are stored.
         over: set when the save has ended.
+        kinds: leaf path -> what it is, as text; where links are possible.
         links: leaf name -> folder of the same bytes in an older step.
         facts: for the commit event, complete when the step is sealed.
         manifest: of the step, when it is sealed.
@@ -206,6 +207,7 @@ class Proof:
         self.step = step
         self.arrays = arrays
         self.over = threading.Event()
+        self.kinds: Mapping[str, str] = {}
         self.links: dict[str, str] = {}
         self.facts: dict[str, Any] = {"num_linked": 0, "linked_bytes": 0}
         self.manifest: Manifest | None = None
@@ -217,6 +219,7 @@ class Proof:
     def plan_links(
         self,
         *,
+        alike: Collection[str],
         newest: Manifest,
         base: Manifest,
         base_path: str,
@@ -226,6 +229,7 @@ class Proof:
         """Chooses the leaves to link; waits for the digests of the candidates.
 
         Args:
+            alike: leaves of the kind that they are in `base`; no other is linked.
             newest: of the newest committed step.
             base: of the one committed before it, whose bytes are linked.
             base_path: folder of that.
@@ -241,7 +245,7 @@ class Proof:
             "full_every": full_every,
             "beside": beside,
         }
-        types = self._digests.types
+        types = {path: of for path, of in self._digests.types.items() if path in alike}
         asked = incremental.candidates(types, **settings)
         if not asked:
             return

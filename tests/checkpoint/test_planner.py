@@ -84,3 +84,39 @@ def test_a_verdict_is_given_whatever_can_be_read(tmp_path, monkeypatch, error):
     (told,) = checkpoints._planner.verdict(one)
     assert told.startswith("unknown: ")
     assert sorted(os.listdir(tmp_path)) == ["1", "2"]
+
+
+def test_a_leaf_that_becomes_another_kind_is_written(tmp_path):
+    """As NumPy's array and JAX's: other notes lie beside their chunks."""
+    w = np.arange(100, dtype=np.float32)
+    kinds = [w, w, jnp.asarray(w), jnp.asarray(w), jnp.asarray(w), w, w, w]
+    with manager.CheckpointManager(tmp_path, keep="last(9)") as saved:
+        for step, leaf in enumerate(kinds):
+            saved.save(step, {"w": leaf, "x": jnp.float32(step)})
+            saved.wait()
+        assert saved.steps() == list(range(len(kinds)))
+        for step, leaf in enumerate(kinds):
+            target = {"w": leaf, "x": jnp.float32(0)}
+            found = saved.restore(target, step=step).state["w"]
+            assert type(found) is type(leaf)
+            np.testing.assert_array_equal(found, w)
+
+
+def test_a_step_that_another_writer_put_in_place_of_ours_is_seen(tmp_path):
+    def save(saved, step, value):
+        leaf = jnp.full(9, value, jnp.float32)
+        saved.save(step, {"w": leaf, "x": jnp.float32(step)})
+        saved.wait()
+
+    with (
+        manager.CheckpointManager(tmp_path, keep="last(9)") as ours,
+        manager.CheckpointManager(tmp_path, keep="last(9)") as theirs,
+    ):
+        for step in (1, 2, 3):
+            save(ours, step, 1.0)
+        theirs.rollback(1, reason="a test")
+        save(theirs, 2, 5.0)
+        save(theirs, 3, 1.0)
+        save(ours, 4, 1.0)  # Its step 2, whose bytes it would link, was another one.
+        target = {"w": jnp.zeros(9), "x": jnp.float32(0)}
+        assert float(ours.restore(target, step=4).state["w"][0]) == 1.0
