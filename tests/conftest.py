@@ -1,6 +1,10 @@
 """What every test stands on: 8 fake CPU devices, strict ranks, `--full`."""
 
 import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
 
 # Before jax is imported: a test run never takes an accelerator unless asked to.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -21,6 +25,42 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def full(request: pytest.FixtureRequest) -> bool:
     """Whether `--full` was given: tests with a size choose the large one."""
     return request.config.getoption("--full")
+
+
+@pytest.fixture
+def run_two() -> Callable[..., list[tuple[str, str]]]:
+    """Runs a program as two JAX processes; (stdout, stderr) of each.
+
+    The program gets `arguments`, then the coordinator's address and its own index.
+    """
+
+    def run(
+        program: str, *arguments: str, num_devices: int = 1
+    ) -> list[tuple[str, str]]:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            address = f"localhost:{free.getsockname()[1]}"
+        command = [sys.executable, "-c", program, *map(str, arguments), address]
+        processes = [
+            subprocess.Popen(
+                [*command, str(index)],
+                env=os.environ | {"JAX_NUM_CPU_DEVICES": str(num_devices)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for index in range(2)
+        ]
+        try:
+            ends = [process.communicate(timeout=100) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        codes = [process.returncode for process in processes]
+        assert codes == [0, 0], [err[-2000:] for _, err in ends]
+        return ends
+
+    return run
 
 
 def pytest_collection_modifyitems(

@@ -4,9 +4,6 @@ import dataclasses
 import os
 import pathlib
 import shutil
-import socket
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -148,37 +145,21 @@ restore(root)
 """
 
 
-def _run(program, root):
+@pytest.fixture
+def run(run_two):
     """What each of two processes says."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    command = [sys.executable, "-c", program, str(root), address]
-    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "1"}
-    processes = [
-        subprocess.Popen(
-            [*command, str(index)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    try:
-        ends = [process.communicate(timeout=100) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, err) in zip(processes, ends, strict=True):
-        assert process.returncode == 0, err[-2000:]
-    return [
-        [line for line in out.splitlines() if "[Gloo]" not in line] for out, _ in ends
-    ]
+
+    def lines(program, root):
+        return [
+            [line for line in out.splitlines() if "[Gloo]" not in line]
+            for out, _ in run_two(program, root)
+        ]
+
+    return lines
 
 
-def test_both_save_one_checkpoint_and_no_policy_of_theirs_asks_a_clock(tmp_path):
-    for index, lines in enumerate(_run(PROGRAM, tmp_path / "root")):
+def test_both_save_one_checkpoint_and_no_policy_of_theirs_asks_a_clock(tmp_path, run):
+    for index, lines in enumerate(run(PROGRAM, tmp_path / "root")):
         *refused, last = lines
         assert len(refused) == 2
         for line in refused:
@@ -188,8 +169,8 @@ def test_both_save_one_checkpoint_and_no_policy_of_theirs_asks_a_clock(tmp_path)
     assert os.listdir(tmp_path / "root") == ["2"]
 
 
-def test_both_prove_what_they_save_and_fall_back_together(tmp_path):
-    first, second = _run(PROVEN, tmp_path / "root")
+def test_both_prove_what_they_save_and_fall_back_together(tmp_path, run):
+    first, second = run(PROVEN, tmp_path / "root")
     # What is not finite stays until somebody passes over it.
     told = ["save_unhealthy 4", "quarantine 4", "corrupt 3", "quarantine 3"]
     assert first[:-1] == told
@@ -199,7 +180,7 @@ def test_both_prove_what_they_save_and_fall_back_together(tmp_path):
     assert names == ["1", "2", "3.quarantined-1", "4.quarantined-1"]
 
 
-def test_what_one_process_sees_is_for_all(tmp_path):
+def test_what_one_process_sees_is_for_all(tmp_path, run):
     """Each damage, failure and view here is of the second process alone."""
     root = tmp_path / "root"
     rows = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("x",)), PartitionSpec("x"))
@@ -230,7 +211,7 @@ def test_what_one_process_sees_is_for_all(tmp_path):
     data[100] ^= 1
     files[6].write_bytes(data)
 
-    first, second = _run(ALONE, root)
+    first, second = run(ALONE, root)
     left = [step for step in range(6, 0, -1) if step not in (6, *sharing)]
     bad = [*(f"corrupt {s} {chunk}" for s in (6, *sharing)), f"corrupt {left[0]} "]
     assert [line for line in first if line.startswith("corrupt")] == bad

@@ -1,11 +1,7 @@
 """Fingerprints on the devices: equal to those in NumPy wherever an array lies."""
 
 import json
-import os
 import re
-import socket
-import subprocess
-import sys
 import threading
 import time
 
@@ -445,26 +441,8 @@ print("RESULT", json.dumps([secs, partials, refused]))
 
 
 @pytest.mark.slow
-def test_each_process_gives_its_own_parts_and_waits_for_nobody():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, address, str(index)],
-            env=os.environ | {"JAX_NUM_CPU_DEVICES": "2"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    try:
-        ends = [process.communicate(timeout=100) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], ends
+def test_each_process_gives_its_own_parts_and_waits_for_nobody(run_two):
+    ends = run_two(PROGRAM, num_devices=2)
     results = [json.loads(out.split("RESULT ", 1)[1]) for out, _ in ends]
     array = np.arange(128, dtype=np.float32).reshape(8, 16)
     array[0, 0] = np.nan

@@ -1,10 +1,6 @@
 """Batches and control words: rows, contents, placement, one transfer, processes."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 import time
 
 import jax
@@ -139,9 +135,9 @@ _WORKER = """
 import json, sys
 import jax
 jax.distributed.initialize(
-    f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]),
+    sys.argv[1], 2, int(sys.argv[2]),
     cluster_detection_method="deactivate",
-    coordinator_bind_address=f"127.0.0.1:{sys.argv[1]}",
+    coordinator_bind_address=sys.argv[1],
 )
 import numpy as np
 from jaxft.config import MeshConfig
@@ -176,32 +172,11 @@ print("RESULT " + json.dumps(out), flush=True)
 
 
 @pytest.mark.multiprocess
-def test_two_processes_put_their_own_rows():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", _WORKER, port, str(index)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=env,
-        )
-        for index in range(2)
-    ]
-    try:
-        texts = [worker.communicate(timeout=90)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
+def test_two_processes_put_their_own_rows(run_two):
     results = []
-    for text in texts:
-        lines = [line for line in text.splitlines() if line.startswith("RESULT ")]
-        assert lines, text
+    for out, err in run_two(_WORKER, num_devices=2):
+        lines = [line for line in out.splitlines() if line.startswith("RESULT ")]
+        assert lines, err
         results.append(json.loads(lines[0].removeprefix("RESULT ")))
     first, second = results
     assert first["contiguous"]["rows"] == [0, 1, 2, 3]

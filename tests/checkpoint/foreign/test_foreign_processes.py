@@ -1,10 +1,5 @@
 """Two real processes load one checkpoint: each its own shards, no word between them."""
 
-import os
-import socket
-import subprocess
-import sys
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -32,28 +27,9 @@ print("loaded")
 
 
 @pytest.mark.parametrize("way", ["ours", "v0-manager"])
-def test_each_process_places_its_own_shards(save, way):
+def test_each_process_places_its_own_shards(save, way, run_two):
     path = save(
         {"w": jnp.asarray(np.arange(96, dtype=np.float32).reshape(8, 12))}, way=way
     )
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(path), address, str(index)],
-            env=os.environ | {"JAX_NUM_CPU_DEVICES": "2"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    try:
-        ends = [process.communicate(timeout=100) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (out, err) in zip(processes, ends, strict=True):
-        assert process.returncode == 0, err[-2000:]
+    for out, _ in run_two(PROGRAM, path, num_devices=2):
         assert "loaded" in out

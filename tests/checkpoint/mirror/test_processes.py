@@ -1,10 +1,5 @@
 """Two real processes and a mirror that only one of them talks to."""
 
-import os
-import socket
-import subprocess
-import sys
-
 import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -26,29 +21,9 @@ except (ConfigError, FaultError) as error:
 """
 
 
-def test_a_mirror_that_fails_the_primary_leaves_nobody_waiting(tmp_path):
+def test_a_mirror_that_fails_the_primary_leaves_nobody_waiting(tmp_path, run_two):
     (tmp_path / "mirror").write_text("a file where a folder should be")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path), address]
-    processes = [
-        subprocess.Popen(
-            [*command, str(index)],
-            env=os.environ | {"JAX_NUM_CPU_DEVICES": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    try:
-        ends = [process.communicate(timeout=100) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, err) in zip(processes, ends, strict=True):
-        assert process.returncode == 0, err[-2000:]
+    ends = run_two(PROGRAM, tmp_path)
     first, second = (out for out, _ in ends)
     assert "mirror" in first
     assert "Error" in first
