@@ -300,3 +300,18 @@ def test_a_mistake_in_the_loss_is_one_line(tmp_path: Any, monkeypatch: Any) -> N
         assert "\n" not in str(error.value)
     # What was refused left no reader behind.
     assert threading.active_count() <= before
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"eval__every_steps": 5}, "there is no metric 'los'; .* gives .*loss"),
+        ({}, "los is a metric of the evaluation: set eval.every_steps"),
+    ],
+)
+def test_a_policy_that_goes_by_no_metric_is_refused(
+    tmp_path: pathlib.Path, settings: dict[str, int], words: str
+) -> None:
+    config = small(checkpoint__keep="last(3) | best(2, los)", **settings)
+    with pytest.raises(ConfigError, match=rf"checkpoint\.keep: {words}"):
+        make(config, tmp_path)

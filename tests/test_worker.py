@@ -55,7 +55,7 @@ def _equal(first: Any, second: Any) -> bool:
 
 @pytest.mark.slow
 def test_a_run_that_lost_its_disk_goes_on_from_the_mirror(
-    tmp_path: pathlib.Path,
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mirror = str(tmp_path / "mirror")
     straight = jaxft.run(small(8), workdir=tmp_path / "straight")
@@ -72,6 +72,9 @@ def test_a_run_that_lost_its_disk_goes_on_from_the_mirror(
     (restored,) = _events(tmp_path / "run", "restore")
     assert restored["step"] == 4
     assert _events(tmp_path / "run", "mirror_fetch")[0]["step"] == 4
+    told = capsys.readouterr()
+    assert f"resuming at step 4, fetched from the mirror {mirror}\n" in told.err
+    assert "step 8 is its newest" in told.out
 
 
 def test_parameters_of_another_run_with_everything_else_fresh(
@@ -109,6 +112,33 @@ def test_a_rename_rule_that_is_none_is_named(tmp_path: pathlib.Path) -> None:
     config = small(init__checkpoint=str(tmp_path), init__rename="a to b")
     with pytest.raises(ConfigError, match=r"init\.rename"):
         jaxft.run(config, workdir=tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path"),
+    [
+        ({"checkpoint__mirror": "/proc/nope"}, "checkpoint.mirror"),
+        ({"checkpoint__mirror": "run/copy"}, ""),
+        ({"checkpoint__mirror": "run/checkpoints"}, "checkpoint.mirror"),
+        ({"init__checkpoint": "other"}, "init.checkpoint"),
+    ],
+)
+def test_a_place_that_cannot_work_leaves_the_workdir_as_it_was(
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: dict[str, str],
+    path: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    if not path:
+        # Beside the root, within the workdir, it is as good as any.
+        overrides |= {"init__checkpoint": "other"}
+        path = "init.checkpoint"
+    with pytest.raises(ConfigError) as caught:
+        jaxft.run(small(**overrides), workdir=tmp_path / "run")
+    assert caught.value.path == path
+    assert os.listdir(tmp_path) == ["other"]
 
 
 @pytest.mark.slow
@@ -173,7 +203,9 @@ def test_a_stop_ends_the_wait_for_the_mirror(
 
 
 @pytest.mark.slow
-def test_a_last_state_that_is_not_finite_is_no_success(tmp_path: pathlib.Path) -> None:
+def test_a_last_state_that_is_not_finite_is_no_success(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = small(
         6,
         optimizer__learning_rate=2e9,
@@ -185,3 +217,20 @@ def test_a_last_state_that_is_not_finite_is_no_success(tmp_path: pathlib.Path) -
         jaxft.run(config, workdir=tmp_path / "run")
     assert error.value.fault.exit_code == ExitCode.NONFINITE
     assert _events(tmp_path / "run", "save_unhealthy")
+    assert "step 6 was not saved: params/" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_step_that_is_moved_aside_is_told_at_once(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jaxft.run(small(2), workdir=tmp_path / "run")
+    jaxft.run(small(4), workdir=tmp_path / "run")
+    (tmp_path / "run/checkpoints/4/run/metadata").unlink()
+    capsys.readouterr()
+    jaxft.run(small(4), workdir=tmp_path / "run")
+    told = capsys.readouterr().err
+    moved = tmp_path / "run/checkpoints/4.quarantined-1"
+    assert "step 4 was moved aside: " in told
+    assert f"kept as {moved}\n" in told
+    assert told.index("moved aside") < told.index("resuming at step 2")

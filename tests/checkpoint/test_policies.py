@@ -106,7 +106,9 @@ def test_best_and_last_are_counted_apart():
     assert _stay("last(2) | best(2, eval/loss)", worse) == [1, 2, 7, 8]
     assert _stay("last(2) | best(2, eval/loss, max)", worse) == [7, 8]
     assert _stay("best(1, eval/loss)", worse) == [1, 8]
-    assert _stay("best(3, other)", worse) == [8]
+    # What nobody has is no reason to delete, and takes nothing from the other parts.
+    assert _stay("best(3, other)", worse) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert _stay("last(2) | best(3, other)", worse) == [7, 8]
 
 
 def test_of_two_that_are_as_good_the_newer_one_is_better_and_nan_is_none():
@@ -152,3 +154,17 @@ def test_a_bad_policy_for_failed_saves_lists_what_exists(text):
     with pytest.raises(config.ConfigError, match=path) as error:
         policies.parse_save_error(text, max_failed=3)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("steps(x)", "'steps(x)': x is no whole number"),
+        ("steps()", "'steps()': nothing is no whole number"),
+        ("secs(soon)", "'secs(soon)': soon is no number"),
+    ],
+)
+def test_a_number_that_is_none_is_told_in_words(text, words):
+    with pytest.raises(config.ConfigError) as caught:
+        policies.parse_save(text)
+    assert words in str(caught.value)

@@ -171,3 +171,19 @@ def test_killed_between_any_two_acts_of_a_retention(tmp_path, full):
             assert checkpoints.restore(_state(0)).step == 30
             checkpoints.save(40, _state(40), force=True)
         assert os.listdir(root) == ["40"], (call, k)
+
+
+def test_a_metric_that_nobody_has_is_told_once():
+    events = []
+
+    def emit(kind, /, **fields):
+        events.append((kind, fields))
+
+    keep = policies.parse_keep("last(3) | best(2, los) | best(2, loss)")
+    watch = retention.MetricWatch(keep, emit=emit)
+    watch.look(5, {})
+    assert events == []
+    watch.look(10, {"loss": 1.0, "accuracy": 0.5})
+    watch.look(20, {"loss": 1.0})
+    known = ["accuracy", "loss"]
+    assert events == [("metric_missing", {"step": 10, "metric": "los", "known": known})]

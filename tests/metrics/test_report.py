@@ -220,3 +220,40 @@ def test_a_clock_that_is_set_back_loses_nothing() -> None:
     assert (summary.step, summary.last_checkpoint) == (6, 6)
     assert summary.metrics == {"loss": 4.0}
     assert summary.lost_secs >= 0.0
+
+
+def mirrored(*events: dict[str, Any]) -> str:
+    """The mirror's row; empty for none."""
+    target = event("mirror_target", 0.5, target="s3://b")
+    lines = text_of([target, *events]).splitlines()
+    return "".join(x.split("  ", 1)[1].strip() for x in lines if x[:6] == "mirror")
+
+
+def test_what_the_mirror_has() -> None:
+    saved = [event("save_commit", 1.0 * n, step=n) for n in (10, 20, 30)]
+    there = [event("mirror_commit", 1.0 * n, step=n) for n in (10, 20, 30)]
+    failed = event("mirror_failed", 31.0, step=30, reason="down")
+    end = event("end", 40.0, step=30, reason="finished")
+    restored = event("restore", 0.9, step=20)
+    assert mirrored() == mirrored(restored) == ""
+    assert mirrored(*saved, *there) == "step 30 is its newest"
+    assert mirrored(*saved, there[0], failed, there[2]) == "step 30 is its newest"
+    assert mirrored(*saved, failed) == "none of the steps: down"
+    assert mirrored(restored, *saved, failed) == "none of the new steps: down"
+    assert mirrored(restored, failed) == "nothing new: down"
+    # A stop does not wait for as long as it takes.
+    assert mirrored(*saved) == "step 30 is not there yet"
+    behind = "step 20 is its newest; step 30 is not there yet"
+    assert mirrored(*saved, *there[:2]) == behind
+    assert mirrored(*saved, *there[:2], failed) == f"{behind}: down"
+    # Who finishes has waited, or has said why not.
+    assert mirrored(restored, end) == "step 20 is its newest"
+    assert mirrored(*saved, failed, end) == "none of the steps: down"
+    fetched = event("mirror_fetch", 0.8, step=20)
+    assert mirrored(fetched, restored) == "step 20 is its newest"
+    worse = "step 30 is its newest; not all went well: down"
+    assert mirrored(*saved, *there, failed) == worse
+
+
+def test_without_a_mirror_there_is_no_word_of_one() -> None:
+    assert "mirror" not in text_of(KILLED)

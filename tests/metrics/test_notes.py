@@ -1,0 +1,82 @@
+"""What is rare is told when it happens, in one line each."""
+
+import pytest
+
+from jaxft.metrics.notes import Notes
+
+
+def told(*events: tuple[str, dict], failed_saves: bool = False) -> list[str]:
+    lines: list[str] = []
+    notes = Notes(lines.append, failed_saves=failed_saves)
+    for kind, fields in events:
+        notes.take(kind, fields)
+    return lines
+
+
+def failed(step: int, reason: str) -> tuple[str, dict]:
+    return "mirror_failed", {"step": step, "target": "s3://b", "reason": reason}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "line"),
+    [
+        (
+            "quarantine",
+            {"step": 25, "path": "/c/25.quarantined-0", "reason": "bad\n  chunk"},
+            "step 25 was moved aside: bad chunk; kept as /c/25.quarantined-0",
+        ),
+        (
+            "save_unhealthy",
+            {"step": 30, "leaves": ["params/w"]},
+            "step 30 was not saved: params/w is not finite",
+        ),
+        (
+            "save_unhealthy",
+            {"step": 30, "leaves": list("abcde")},
+            "step 30 was not saved: a, b, c and 2 more are not finite",
+        ),
+        (
+            "unhealthy",
+            {"step": 30, "leaves": ["a", "b"]},
+            "step 30 is passed over: a, b are not finite",
+        ),
+        (
+            "metric_missing",
+            {"step": 10, "metric": "los", "known": ["accuracy", "loss"]},
+            "checkpoint.keep goes by los, which step 10 does not have; it has "
+            "accuracy, loss",
+        ),
+        (*failed(30, "no answer"), "mirror: step 30 failed: no answer"),
+        (*failed(-1, "no answer"), "mirror: s3://b failed: no answer"),
+    ],
+)
+def test_lines(kind: str, fields: dict, line: str) -> None:
+    assert told((kind, fields)) == [line]
+
+
+def test_what_is_no_news_is_not_told() -> None:
+    assert told(("step", {"step": 1}), ("save_commit", {"step": 1})) == []
+
+
+def test_a_failed_save_is_told_where_the_run_goes_on() -> None:
+    event = ("save_failed", {"step": 3, "reason": "save of step 3 failed"})
+    assert told(event) == []
+    assert told(event, failed_saves=True) == ["save of step 3 failed"]
+
+
+def test_a_mirror_that_goes_on_failing_is_told_once_and_when_it_is_back() -> None:
+    there = ("mirror_commit", {"step": 40})
+    assert told(there) == []
+    assert told(
+        failed(10, "down"), failed(20, "down"), failed(30, "full"), there, there
+    ) == [
+        "mirror: step 10 failed: down",
+        "mirror: step 30 failed: full",
+        "mirror: step 40 is there",
+    ]
+
+
+def test_steps_that_were_fetched_are_known() -> None:
+    notes = Notes(print)
+    notes.take("mirror_fetch", {"step": 5})
+    assert notes.fetched == {5}
