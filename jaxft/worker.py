@@ -23,7 +23,7 @@ import jax
 from jaxft import config as configs
 from jaxft import init_params, settings
 from jaxft.build import Parts, build
-from jaxft.checkpoint import decisions, layout, mirrored, proof, run_record
+from jaxft.checkpoint import decisions, layout, mirrored, proof, run_record, space
 from jaxft.config import Config, ConfigError, ResumeMode
 from jaxft.events import EventLog
 from jaxft.faults.exceptions import fault_of
@@ -220,7 +220,10 @@ class Worker:
         )
         if target := self._config.checkpoint.mirror:
             self._log("mirror_target", target=target)
-        _write_config(self._workdir / "config.json", self._config)
+        try:
+            _write_config(self._workdir / "config.json", self._config)
+        except ConfigError as error:
+            raise space.refusal(error, newest=parts.manager.latest()) from error
         self._log("preflight_done")
         self.entered = True
         self._log.open()
@@ -353,10 +356,9 @@ class Worker:
         """Lets a save in flight end well although the run does not."""
         if parts is None or parts.manager.error() is not None:
             return
-        try:
+        # A failure is told already by whoever saw it.
+        with contextlib.suppress(FaultError):
             parts.manager.wait(timeout_secs=self._config.checkpoint.timeout_secs)
-        except FaultError as error:
-            self._log("save_failed", step=error.fault.step, reason=str(error))
 
 
 def _damage(record: dict[str, Any]) -> str:

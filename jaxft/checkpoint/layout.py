@@ -267,7 +267,11 @@ def check_writable(root: str) -> None:
     while not os.path.lexists(folder):
         folder = os.path.dirname(folder)
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
-        raise OSError(f"{folder} is no folder that can be written")
+        text = f"{folder} is no folder that can be written"
+        if os.path.isdir(folder) and os.statvfs(folder).f_flag & os.ST_RDONLY:
+            cause = OSError(errno.EROFS, os.strerror(errno.EROFS))
+            raise OSError(f"{text}: {cause.strerror}") from cause
+        raise OSError(text)
 
 
 def make_root(root: str) -> None:

@@ -33,7 +33,7 @@ from typing import Any
 import jax
 from absl import logging
 
-from jaxft import config, records
+from jaxft import records
 from jaxft.checkpoint import (
     at_exit,
     decisions,
@@ -45,6 +45,7 @@ from jaxft.checkpoint import (
     policies,
     retention,
     run_record,
+    space,
 )
 from jaxft.checkpoint.judge import Check, Restored
 from jaxft.checkpoint.planner import SavePlanner, check_label
@@ -336,7 +337,10 @@ class CheckpointManager:
                 kept, its newest or only step is not ours, a leaf of the target
                 cannot be stored, `health` names none, or a mirror in a folder
                 cannot be written.
+            FaultError: kind SAVE_FAILED: the disk is full, or read-only by now, and
+                steps are there already; see `space.refusal`.
         """
+        found = None
         try:
             found = decisions.discover(self.root)
             refuse_foreign(found)
@@ -347,10 +351,9 @@ class CheckpointManager:
                 self._planner.check(target, found)
                 if self._mirror is not None:
                     mirror_check.check_folder(self._mirror.address)
-        except config.ConfigError:
-            raise
         except (records.FaultError, OSError, ValueError) as error:
-            raise config.ConfigError("checkpoint", str(error)) from error
+            newest = max(found.steps, default=None) if found else None
+            raise space.refusal(error, newest=newest) from error
 
     def restore(
         self, target: PyTree, *, step: int | None = None, check: Check | None = None

@@ -19,14 +19,54 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 
+from jaxft import records
 from jaxft.checkpoint import layout
+from jaxft.config import ConfigError
 
 _SAMPLE = b"jaxft"
 _PREFIX = ".jaxft-probe-"
+# What a store lacks, or does, for a while: no setting is wrong.
+_FOR_A_WHILE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 class SpaceError(ValueError):
     """A root that cannot hold the checkpoints; one line says what is missing."""
+
+
+class RoomError(SpaceError):
+    """There is not enough room for what is kept."""
+
+
+def refusal(
+    error: Exception, *, setting: str = "checkpoint", newest: int | None
+) -> ConfigError | records.FaultError:
+    """What a failure before the first step ends the run as.
+
+    Where steps are there already the settings have worked: a disk that is full, or
+    read-only by now, is a failed save, and the same command goes on later.
+
+    Args:
+        error: the failure.
+        setting: to blame, where the error names none.
+        newest: the newest committed step, None for none.
+    """
+    known = isinstance(error, ConfigError)
+    path, problem = (error.path, error.problem) if known else (setting, str(error))
+    if newest is None or not _is_for_a_while(error):
+        return ConfigError(path, problem)
+    text = f"{problem}; the same command then goes on from step {newest}"
+    kind = records.FaultKind.SAVE_FAILED
+    return records.FaultError(records.Fault(kind=kind, step=newest, evidence=text))
+
+
+def _is_for_a_while(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, RoomError):
+            return True
+        if isinstance(error, OSError) and error.errno in _FOR_A_WHILE:
+            return True
+        error = error.__cause__
+    return False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,14 +185,14 @@ def check_space(
         free_bytes: free space of the disk that a folder is on; `statvfs` by default.
 
     Raises:
-        SpaceError: there is not enough.
+        RoomError: there is not enough.
     """
     free = (free_bytes or _free_bytes)(nearest_folder(root))
     free += sum(map(_own_bytes, leftovers))
     num_new = max(1, num_kept + 1 - num_there)
     if free >= num_new * state_bytes:
         return
-    raise SpaceError(
+    raise RoomError(
         f"{root} has {_shown(free)} free, and {num_new} more steps of "
         f"{_shown(state_bytes)} are to lie there ({num_kept} kept and one being "
         "written): free space, keep fewer (checkpoint.keep), or use another disk"
