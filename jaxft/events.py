@@ -73,6 +73,7 @@ KINDS: dict[str, dict[str, str]] = {
     "unreadable": {"step": "its label", "reason": "why it may not be read now"},
     "unhealthy": {"step": "its label", "leaves": "paths of those not finite"},
     "quarantine": {"step": "its label", "path": "where it is now", "reason": "why"},
+    "quarantine_failed": {"step": "its label", "path": "its folder", "reason": "why"},
     "rollback": {
         "step": "to go on from",
         "origin": "the newest step before it",

@@ -199,6 +199,7 @@ _NEWS = frozenset(
         "unhealthy",
         "unverified",
         "quarantine",
+        "quarantine_failed",
         "not_a_checkpoint",
         "save_unhealthy",
         "delete_failed",

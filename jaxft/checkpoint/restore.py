@@ -6,7 +6,8 @@ World: device. Floor: above `judge`, below `manager`. Read
 Absent, unfinished, corrupt, unreadable and unhealthy are five answers. Nothing there
 yet is a fresh start; what an interrupted save left is told and passed over. A corrupt
 step is renamed aside, never deleted, together with every step that shares the bad
-file, and the newest one outside is tried; when none is left although some were there,
+file, and the newest one outside is tried; where nothing may be renamed that is told,
+and the step is passed over all the same; when none is left although some were there,
 that is an error and never a fresh start. A step that is not finite is renamed aside,
 too. A step of somebody else where ours should be, a root or a file that may not be
 read, a target that asks for another state, and a failure of this process are errors
@@ -19,6 +20,7 @@ them sees; what shares its files the primary one says, before it renames anythin
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -33,6 +35,9 @@ from jaxft.checkpoint.judge import Check, Damage, Reading, Restored
 from jaxft.config import Verify
 
 PyTree = Any
+
+# A store that is there to be read: none of its steps can be in the way of a save.
+_MAY_NOT_RENAME = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def restore_newest(
@@ -121,12 +126,21 @@ def _set_aside(
         emit: told of each.
 
     Raises:
-        OSError: one could not be renamed.
+        OSError: one could not be renamed, although the store may be written.
     """
     lines = []
     with together.same_end(f"rename steps of {root} aside"):
         for step, reason in doomed.items() if jax.process_index() == 0 else ():
-            aside = layout.quarantine(layout.step_path(root, step))
+            path = layout.step_path(root, step)
+            try:
+                aside = layout.quarantine(path)
+            except OSError as error:
+                if error.errno not in _MAY_NOT_RENAME:
+                    raise
+                why = f"it cannot be moved aside: {error.strerror}"
+                emit("quarantine_failed", step=step, path=path, reason=why)
+                lines.append(f"step {step}: {reason}; {why}: {path}")
+                continue
             emit("quarantine", step=step, path=aside, reason=reason)
             lines.append(f"step {step}: {reason}; kept as {aside}")
     return together.from_primary(lines)

@@ -32,6 +32,7 @@ class Notes:
         self._say = say
         self._failed_saves = failed_saves
         self._mirror_problem = ""
+        self._num_failed = 0
 
     def take(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Tells an event that is worth it; safe to be called from any thread."""
@@ -43,6 +44,10 @@ class Notes:
         step, path, reason = fields["step"], fields["path"], fields["reason"]
         return f"step {step} was moved aside: {reason}; kept as {path}"
 
+    def _tell_quarantine_failed(self, fields: Mapping[str, Any]) -> str:
+        step, path, reason = fields["step"], fields["path"], fields["reason"]
+        return f"step {step} is passed over: {reason}: {path}"
+
     def _tell_unhealthy(self, fields: Mapping[str, Any]) -> str:
         return f"step {fields['step']} is passed over: {_not_finite(fields['leaves'])}"
 
@@ -50,7 +55,17 @@ class Notes:
         return f"step {fields['step']} was not saved: {_not_finite(fields['leaves'])}"
 
     def _tell_save_failed(self, fields: Mapping[str, Any]) -> str:
-        return fields["reason"] if self._failed_saves else ""
+        self._num_failed += 1
+        # A row of failures is told by its first one and by its end.
+        is_news = self._failed_saves and self._num_failed == 1
+        return fields["reason"] if is_news else ""
+
+    def _tell_save_commit(self, fields: Mapping[str, Any]) -> str:
+        num_failed, self._num_failed = self._num_failed, 0
+        if not (self._failed_saves and num_failed):
+            return ""
+        saves = "save" if num_failed == 1 else "saves"
+        return f"step {fields['step']} is saved, after {num_failed} failed {saves}"
 
     def _tell_mirror_fetch(self, fields: Mapping[str, Any]) -> str:
         self.fetched.add(fields["step"])

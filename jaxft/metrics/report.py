@@ -18,6 +18,8 @@ from typing import Any
 
 from jaxft.events import Event, parse_line
 
+# Characters of a reason in one row.
+_MAX_REASON = 240
 # What reading an event raises whose fields are there but are not what they should be.
 _MALFORMED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
@@ -35,6 +37,8 @@ class Summary:
         lost_secs: seconds from each death until the steps done before it were passed
             again.
         last_checkpoint: label of the newest committed step, -1 for none.
+        num_failed_saves: how often a save failed.
+        save_problem: step and cause of the last that did; empty for none.
         quarantined: paths of steps that were moved aside.
         has_mirror: whether there is a second place for all steps.
         mirrored: label of the newest step that is known to be there, -1 for none.
@@ -51,6 +55,8 @@ class Summary:
         self.num_restarts = 0
         self.lost_secs = 0.0
         self.last_checkpoint = -1
+        self.num_failed_saves = 0
+        self.save_problem = ""
         self.quarantined: list[str] = []
         self.has_mirror = False
         self.mirrored = -1
@@ -118,6 +124,9 @@ class Summary:
         newest = self.last_checkpoint
         known = f"{where}, newest {newest}" if newest >= 0 else f"none yet in {where}"
         rows.append(("checkpoints", known))
+        if self.num_failed_saves:
+            failed = f"{self.num_failed_saves} (last: {self.save_problem})"
+            rows.append(("failed saves", failed))
         if known := self._mirror_words():
             rows.append(("mirror", known))
         rows += [("moved aside", os.path.normpath(path)) for path in self.quarantined]
@@ -181,6 +190,12 @@ class Summary:
         self._saved = max(self._saved, step)
         # Committed while the steps after it ran already.
         self.step = max(self.step, step)
+
+    def _take_save_failed(self, event: Event) -> None:
+        # What to do about it follows the first semicolon.
+        reason = " ".join(str(event["reason"]).split()).partition("; ")[0]
+        self.num_failed_saves += 1
+        self.save_problem = reason.removeprefix("save of ")[:_MAX_REASON]
 
     def _take_restore(self, event: Event) -> None:
         step = int(event["step"])
