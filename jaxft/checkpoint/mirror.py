@@ -7,13 +7,16 @@ After every commit the newest step that is not on the mirror yet is copied, then
 else the root has, the newest first, so that a slow mirror has the step that counts.
 Before them goes what was decided about the root: a step that a rollback took out is
 neither copied nor kept. What the root once had and no longer keeps goes once something
-newer of the same root is there. Steps that the root never had, or that went bad in
-it, stay as long as the keep policy wants them. Nothing here stops a run: a failure
-is an event, and the next commit tries again.
+newer of the same root is there; where a copy finds no room, what is older than the
+newest good step of the mirror goes before it. Steps that the root never had, or that
+went bad in it, stay as long as the keep policy wants them. Nothing here stops a run:
+a failure is an event, and the next commit tries again.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import os
 import re
 import threading
@@ -33,8 +36,42 @@ from jaxft.checkpoint import (
 )
 
 _QUARANTINED = re.compile(r"(\d+)\.quarantined-\d+")
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 # How often somebody who waits is asked whether to go on.
 _POLL_SECS = 0.1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Work:
+    """A root and its mirror at one moment.
+
+    Attributes:
+        found: what the root has.
+        decided: what was decided about it.
+        identity: who it is on the mirror.
+        marks: what the mirror has.
+    """
+
+    found: layout.Discovery
+    decided: decisions.Decisions
+    identity: mirror_place.Identity
+    marks: mirror_place.Marks
+
+    @property
+    def newest_good(self) -> int:
+        """The mirror's newest healthy step that the root has gone on from; -1: none."""
+        newest = max(self.found.steps, default=-1)
+        owned = mirror_place.owned(self.marks, self.identity.owner)
+        return max(
+            (
+                step
+                for step, mark in owned.items()
+                if step <= newest
+                and mark.healthy
+                and not self.decided.is_abandoned(step, timeline=mark.timeline)
+            ),
+            default=-1,
+        )
 
 
 class Mirror:
@@ -75,6 +112,7 @@ class Mirror:
         self._told: dict[str, bytes] = {}
         self._refused: set[tuple[int, str]] = set()
         self._busy = -1
+        self._is_littered = False
         # Guards the two below.
         self._lock = threading.Lock()
         self._is_wanted = False
@@ -167,21 +205,27 @@ class Mirror:
             self._busy = -1
             found = decisions.discover(self._root)
             # Read after the steps: what took any of them out is among them.
-            decided = self._send_decisions(owner)
+            texts = decisions.texts(self._root)
+            decided = decisions.parse(
+                texts, folder=os.path.join(self._root, decisions.FOLDER)
+            )
             marks = self._target.marks()
+            work = _Work(found=found, decided=decided, identity=identity, marks=marks)
             step = _next_step(found, marks=marks, refused=refused)
-            if step is None:
-                break
             try:
-                self._copy(step, owner=owner, marks=marks)
-            except (mirror_mark.SourceError, FileNotFoundError) as error:
-                if not os.path.isdir(layout.step_path(self._root, step)):
-                    continue  # The root no longer keeps it.
-                if not isinstance(error, mirror_mark.SourceError):
+                self._send_decisions(texts, owner=owner)
+                if step is None:
+                    break
+                if not self._try_to_copy(step, owner=owner, marks=marks):
+                    refused.add(step)
+            except OSError as error:
+                if error.errno not in _NO_ROOM or not self._make_room(work):
                     raise
-                refused.add(step)
-                self._refuse(step, records.first_line(error))
-        self._retire(found, decided=decided, identity=identity, marks=marks)
+        if any(_is_copy(info, marks=marks) for info in found.committed):
+            self._retire(work)
+        if self._is_littered:
+            self._target.sweep(owner, marks=self._target.marks())
+            self._is_littered = False
 
     def _open(self, owner: str) -> mirror_place.Target:
         """The place, where nothing is left of what was interrupted."""
@@ -196,13 +240,9 @@ class Mirror:
         self._told = target.decisions(owner)
         return target
 
-    def _send_decisions(self, owner: str) -> decisions.Decisions:
-        """Copies what was decided about the root; gives it back."""
+    def _send_decisions(self, texts: Mapping[str, bytes], *, owner: str) -> None:
+        """Copies what was decided about the root."""
         assert self._target is not None
-        texts = decisions.texts(self._root)
-        decided = decisions.parse(
-            texts, folder=os.path.join(self._root, decisions.FOLDER)
-        )
         for name, text in texts.items():
             there = self._told.get(name)
             if there is None:
@@ -213,7 +253,26 @@ class Mirror:
                     f"{self._target.where} has another {decisions.FOLDER}/{name} than "
                     "the root: use another place"
                 )
-        return decided
+
+    def _try_to_copy(self, step: int, *, owner: str, marks: mirror_place.Marks) -> bool:
+        """Copies a step; False where it is not as it was written, which is said.
+
+        A step that the root gives up meanwhile is no failure.
+        """
+        try:
+            self._copy(step, owner=owner, marks=marks)
+        except (mirror_mark.SourceError, FileNotFoundError) as error:
+            self._is_littered = True
+            if not os.path.isdir(layout.step_path(self._root, step)):
+                return True  # The root no longer keeps it.
+            if not isinstance(error, mirror_mark.SourceError):
+                raise
+            self._refuse(step, records.first_line(error))
+            return False
+        except BaseException:
+            self._is_littered = True
+            raise
+        return True
 
     def _refuse(self, step: int, reason: str) -> None:
         """Says once what is wrong with a step of the root."""
@@ -250,40 +309,38 @@ class Mirror:
             num_shared_bytes=total - num_bytes,
         )
 
-    def _retire(
-        self,
-        found: layout.Discovery,
-        *,
-        decided: decisions.Decisions,
-        identity: mirror_place.Identity,
-        marks: mirror_place.Marks,
-    ) -> None:
+    def _make_room(self, work: _Work) -> bool:
+        """Deletes ahead of a copy what may go without it; whether that was anything."""
+        return work.newest_good >= 0 and self._retire(work)
+
+    def _retire(self, work: _Work) -> bool:
         """Deletes what the root no longer keeps and something newer stands for."""
         assert self._target is not None
-        mirrored = [
-            info.step for info in found.committed if _is_copy(info, marks=marks)
-        ]
-        if not mirrored:
-            return
+        marks, found = work.marks, work.found
+        mirrored = [info for info in found.committed if _is_copy(info, marks=marks)]
+        stand_in = work.newest_good
+        if stand_in < 0:
+            stand_in = max((info.step for info in mirrored), default=-1)
         gone = {
             step: mark
-            for step, mark in mirror_place.owned(marks, identity.owner).items()
-            if step not in found.steps and step not in decided.pinned
+            for step, mark in mirror_place.owned(marks, work.identity.owner).items()
+            if step not in found.steps and step not in work.decided.pinned
         }
         abandoned = {
             step
             for step, mark in gone.items()
-            if decided.is_abandoned(step, timeline=mark.timeline)
+            if work.decided.is_abandoned(step, timeline=mark.timeline)
         }
         # To what it never had, and to what it lost to damage, the root is no guide.
-        guideless = identity.inherited | _quarantined(found)
-        let_go = {step for step in gone if step < max(mirrored)} - guideless
+        guideless = work.identity.inherited | _quarantined(found)
+        let_go = {step for step in gone if step < stand_in} - guideless
         others = {step: gone[step] for step in gone.keys() - abandoned - let_go}
-        let_go |= self._dropped(found.committed, marks=marks, others=others)
+        let_go |= self._dropped(mirrored, marks=marks, others=others) - {stand_in}
         for step in sorted(abandoned | let_go):
             self._target.remove(step, marks=marks)
             marks = {other: marks[other] for other in marks if other != step}
             self._emit("mirror_deleted", step=step, target=self.address)
+        return bool(abandoned | let_go)
 
     def _dropped(
         self,

@@ -97,12 +97,35 @@ class FolderTarget:
         known: mirror_mark.Known,
         pace: mirror_mark.Pace,
     ) -> tuple[mirror_mark.Mark, int]:
-        """Copies a step; see `mirror_objects.ObjectTarget.add`."""
+        """Copies a step; see `mirror_objects.ObjectTarget.add`.
+
+        A copy that fails gives its space back.
+        """
         final = self._step_path(source.step)
         copy = f"{final}{_COPYING}{owner}"
         layout.make_root(self.where)
         _remove(copy)
-        os.mkdir(copy)
+        try:
+            os.mkdir(copy)
+            files, num_sent_bytes = self._fill(copy, source, known=known, pace=pace)
+            mark = source.mark(files, source=owner)
+            self._commit(copy, final, mark)
+        except BaseException:
+            with contextlib.suppress(OSError):  # The next start finishes it.
+                _remove(copy)
+            raise
+        return mark, num_sent_bytes
+
+    def _fill(
+        self,
+        copy: str,
+        source: mirror_mark.Source,
+        /,
+        *,
+        known: mirror_mark.Known,
+        pace: mirror_mark.Pace,
+    ) -> tuple[dict[str, mirror_mark.MirroredFile], int]:
+        """Copies the files of a step; them, and the bytes that were not shared."""
         files: dict[str, mirror_mark.MirroredFile] = {}
         num_sent_bytes = 0
         for file in source.files:
@@ -116,9 +139,7 @@ class FolderTarget:
             origin = os.path.join(source.path, file.path)
             files[file.path] = file.sent(_copy(origin, path, pace=pace))
             num_sent_bytes += file.num_bytes
-        mark = source.mark(files, source=owner)
-        self._commit(copy, final, mark)
-        return mark, num_sent_bytes
+        return files, num_sent_bytes
 
     def _link(
         self, path: str, name: str, *, held: tuple[int, mirror_mark.MirroredFile]
