@@ -357,6 +357,11 @@ def match(
         if name not in specs:
             continue
         request = _request(leaf, specs[name], default)
+        if isinstance(request, Request) and _is_too_wide(request):
+            request = (
+                f"stored {request.spec}: JAX holds no 64-bit values now; set "
+                "jax_enable_x64 or ask for a NumPy array"
+            )
         if isinstance(request, str):
             problems.append(f"{name}: {request}")
         else:
@@ -413,6 +418,14 @@ def _request(
         # the step of a Flax TrainState, an int until the first update.
         return Request(spec, is_jax=True)
     return f"stored {spec}, wanted {want}"
+
+
+def _is_too_wide(request: Request) -> bool:
+    """Whether JAX would narrow the leaf to 32 bits, as it does until told not to."""
+    if not request.is_jax or request.spec.dtype.startswith("key<"):
+        return False
+    dtype = jnp.dtype(request.spec.dtype)
+    return jax.dtypes.canonicalize_dtype(dtype) != dtype
 
 
 def _sharding(

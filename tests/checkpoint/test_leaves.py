@@ -313,6 +313,44 @@ def test_a_mismatch_lists_every_path(tmp_path):
     assert (tmp_path / "1").is_dir()
 
 
+_WIDE = {
+    "numpy": np.arange(3.0),
+    "integers": np.arange(3),
+    "complex": np.ones((2, 2), np.complex128),
+    "empty": np.ones((0, 2)),
+}
+
+
+@pytest.mark.parametrize("kind", _WIDE)
+@pytest.mark.parametrize("is_placed", [False, True])
+def test_a_64_bit_leaf_is_not_narrowed_but_refused(tmp_path, kind, is_placed):
+    value = _WIDE[kind]
+    sharding = SingleDeviceSharding(jax.devices()[0]) if is_placed else None
+    struct = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+    with pytest.raises(leaves.TargetMismatchError) as error:
+        _trip(tmp_path, {"w": value}, {"w": struct})
+    (problem,) = error.value.problems
+    assert f"w: stored numpy {value.dtype}" in problem
+    assert "jax_enable_x64" in problem
+    with manager.CheckpointManager(tmp_path) as saved:
+        restored = saved.restore({"w": np.zeros_like(value)}).state["w"]
+        assert restored.tobytes() == value.tobytes()
+        with jax.enable_x64(True):
+            restored = saved.restore({"w": struct}).state["w"]
+    assert isinstance(restored, jax.Array)
+    assert np.asarray(restored).tobytes() == value.tobytes()
+
+
+def test_a_64_bit_number_is_not_narrowed_but_refused(tmp_path):
+    """As the step of a Flax TrainState that was trained with 64 bits."""
+    with jax.enable_x64(True), manager.CheckpointManager(tmp_path) as saved:
+        saved.save(1, {"count": jnp.asarray(2**40 + 1)})
+    with manager.CheckpointManager(tmp_path) as saved:
+        with pytest.raises(leaves.TargetMismatchError, match="jax_enable_x64"):
+            saved.restore({"count": 0})
+        assert saved.steps() == [1]
+
+
 def test_a_key_of_another_implementation_is_a_mismatch(tmp_path):
     with pytest.raises(leaves.TargetMismatchError, match="key<rbg>"):
         _trip(
