@@ -121,7 +121,8 @@ def first_line(error: BaseException) -> str:
     """The first line of an error's text, at most 300 characters."""
     text = str(error).strip() or type(error).__name__
     # In C++ errors such a list goes on in lines that are not shown.
-    return _CUT_OFF.sub("", text.splitlines()[0])[:300]
+    line = _CUT_OFF.sub("", text.splitlines()[0])
+    return line if len(line) <= 300 else f"{line[:297]}..."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from jaxft import records
             "No space left [os_error_code='28']",
         ),
         ("[1, 2", "[1, 2"),
-        ("x" * 400, "x" * 300),
+        ("x" * 400, "x" * 297 + "..."),
     ],
 )
 def test_the_first_line_of_an_error(text: str, line: str) -> None:
