@@ -63,6 +63,7 @@ KINDS: dict[str, dict[str, str]] = {
         "num_proven": "leaves whose values are proven to be those that were saved",
         "verify_secs": "of the wall time, for the proof",
     },
+    "found": {"step": "the newest on a disk that takes no more"},
     "unfinished": {"path": "what an interrupted save left", "step": "its label"},
     "unverified": {"step": "its label", "reason": "why nothing could be proven"},
     "corrupt": {

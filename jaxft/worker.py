@@ -135,6 +135,9 @@ class Worker:
         except (Exception, SystemExit) as error:
             step = self._loop.step if self._loop else -1
             fault = fault_of(error, step=step)
+            if not self.entered and fault.kind is FaultKind.SAVE_FAILED:
+                # No restore has told it: a disk that takes no more holds it.
+                self._log("found", step=fault.step)
             self._finish_save(parts)
             self._log(
                 "fault",

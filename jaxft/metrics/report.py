@@ -191,6 +191,9 @@ class Summary:
         # Committed while the steps after it ran already.
         self.step = max(self.step, step)
 
+    def _take_found(self, event: Event) -> None:
+        self.last_checkpoint = max(self.last_checkpoint, int(event["step"]))
+
     def _take_save_failed(self, event: Event) -> None:
         # What to do about it follows the first semicolon.
         reason = " ".join(str(event["reason"]).split()).partition("; ")[0]

@@ -191,7 +191,7 @@ class Heard:
                 self._take_step(step, first=event.get("first_step"))
             case "save_commit":
                 self.committed_step = max(self.committed_step, step)
-            case "restore":
+            case "restore" | "found":
                 self.committed_step = max(self.committed_step, step)
             case "stop_request":
                 self.stop_reason = str(event.get("reason") or "a request")

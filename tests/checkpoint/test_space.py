@@ -9,7 +9,9 @@ import sys
 
 import pytest
 
+from jaxft import records
 from jaxft.checkpoint import space
+from jaxft.config import ConfigError
 
 
 def test_a_good_root_is_left_as_it_was(tmp_path):
@@ -48,7 +50,9 @@ def test_what_a_kill_left_of_a_probe_goes_with_the_next_one(tmp_path):
     root = tmp_path / "new" / "root"
     program = """
 import os, signal, sys
+from jaxft import records
 from jaxft.checkpoint import space
+from jaxft.config import ConfigError
 os.rename = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
 space.probe(sys.argv[1])
 """
@@ -143,3 +147,43 @@ def test_a_real_small_disk(tmp_path):
             space.check_space(root, state_bytes=2 << 20, num_kept=3, num_there=0)
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def _wrapped(number):
+    """As the probe tells it: the cause is one link away."""
+    error = space.SpaceError("it cannot write a file")
+    error.__cause__ = OSError(number, os.strerror(number))
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "is_for_a_while"),
+    [
+        (OSError(errno.ENOSPC, "full"), True),
+        (_wrapped(errno.ENOSPC), True),
+        (_wrapped(errno.EDQUOT), True),
+        (_wrapped(errno.EROFS), True),
+        (_wrapped(errno.EIO), True),
+        (space.RoomError("little room"), True),
+        (_wrapped(errno.EACCES), False),
+        (_wrapped(errno.EOPNOTSUPP), False),
+        (space.SpaceError("no locks"), False),
+        (ValueError("a leaf"), False),
+    ],
+)
+def test_what_has_worked_before_is_no_wrong_setting(error, is_for_a_while):
+    for found in (error, ConfigError("checkpoint.mirror", str(error))):
+        if found is not error:
+            found.__cause__ = error
+        path = "checkpoint" if found is error else "checkpoint.mirror"
+        fresh = space.refusal(found, newest=None)
+        assert isinstance(fresh, ConfigError)
+        assert (fresh.path, fresh.problem) == (path, str(error))
+        again = space.refusal(found, newest=0)
+        assert isinstance(again, records.FaultError) is is_for_a_while
+        if is_for_a_while:
+            assert (again.fault.exit_code, again.fault.step) == (74, 0)
+            assert str(error) in str(again)
+            assert "goes on from step 0" in str(again)
+        else:
+            assert str(again) == str(fresh)

@@ -26,6 +26,11 @@ def failed(step: int, reason: str) -> tuple[str, dict]:
             "step 25 was moved aside: bad chunk; kept as /c/25.quarantined-0",
         ),
         (
+            "quarantine_failed",
+            {"step": 25, "path": "/c/25", "reason": "it cannot be moved aside: no"},
+            "step 25 is passed over: it cannot be moved aside: no: /c/25",
+        ),
+        (
             "save_unhealthy",
             {"step": 30, "leaves": ["params/w"]},
             "step 30 was not saved: params/w is not finite",
@@ -80,3 +85,18 @@ def test_steps_that_were_fetched_are_known() -> None:
     notes = Notes(print)
     notes.take("mirror_fetch", {"step": 5})
     assert notes.fetched == {5}
+
+
+def test_a_row_of_failed_saves_is_told_by_its_first_and_by_its_end() -> None:
+    def save(kind: str, step: int) -> tuple[str, dict]:
+        return kind, {"step": step, "reason": f"save of step {step} failed"}
+
+    row = [save("save_failed", step) for step in (20, 30, 40)]
+    events = [*row, save("save_commit", 50), save("save_commit", 60), row[0]]
+    assert told(*events, save("save_commit", 70), failed_saves=True) == [
+        "save of step 20 failed",
+        "step 50 is saved, after 3 failed saves",
+        "save of step 20 failed",
+        "step 70 is saved, after 1 failed save",
+    ]
+    assert told(*events) == []

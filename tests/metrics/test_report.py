@@ -257,3 +257,23 @@ def test_what_the_mirror_has() -> None:
 
 def test_without_a_mirror_there_is_no_word_of_one() -> None:
     assert "mirror" not in text_of(KILLED)
+
+
+def test_failed_saves_are_counted_with_the_last_ones_cause() -> None:
+    assert "failed saves" not in text_of(KILLED)
+    failed = [
+        event(
+            "save_failed",
+            3.0 + step,
+            step=step,
+            reason=f"save of step {step} to /c/{step} failed: disk full; free space "
+            "under /c; the same command goes on from step 10\n(Errno 28)",
+        )
+        for step in (20, 30)
+    ]
+    row = text_of([*KILLED, *failed]).splitlines()[-1]
+    assert row == "failed saves   2 (last: step 30 to /c/30 failed: disk full)"
+
+
+def test_a_disk_that_takes_no_more_still_holds_what_it_holds() -> None:
+    assert text_of([event("found", 1.0, step=40)]).endswith("newest 40")
