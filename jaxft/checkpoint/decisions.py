@@ -14,6 +14,7 @@ in its run record.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -22,7 +23,7 @@ import os
 import pathlib
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxft import records
@@ -217,7 +218,8 @@ def roll_back(
     Raises:
         FaultError: kind NO_CHECKPOINT: `to` is not there.
         ValueError: `skip` is no window.
-        OSError: it could not be written: nothing has changed.
+        OSError: it could not be written: nothing has changed; or a step could not be
+            renamed: the next start does it. The text says which.
     """
     root = layout.absolute_root(root)
     if skip is not None and not 0 <= skip[0] < skip[1]:
@@ -246,7 +248,8 @@ def roll_back(
         timeline=rollback.timeline,
         reason=reason,
     )
-    finish(root, emit=emit)
+    with _says("it is rolled back; the next start renames what is left"):
+        finish(root, emit=emit)
     return rollback
 
 
@@ -358,7 +361,21 @@ def _write(root: str, body: dict[str, Any]) -> None:
     text = json.dumps(body | {"sha256": _digest(body)}, indent=1) + "\n"
     taken = [int(path.stem) for path in _files(root)]
     name = f"{max(taken, default=0) + 1}.json"
-    write_once(os.path.join(root, FOLDER, name), text.encode())
+    final = os.path.join(root, FOLDER, name)
+    with _says("nothing was changed", path=final):
+        write_once(final, text.encode())
+
+
+@contextlib.contextmanager
+def _says(outcome: str, *, path: str = "") -> Iterator[None]:
+    """Adds to an error of the disk what it left, and where it was if it is silent."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        where = error.filename or path or None
+        raise OSError(error.errno, f"{error.strerror}; {outcome}", where) from error
 
 
 def write_once(final: str, text: bytes) -> None:
@@ -373,13 +390,18 @@ def write_once(final: str, text: bytes) -> None:
     for leftover in pathlib.Path(folder).glob(".new-*"):
         leftover.unlink(missing_ok=True)
     temporary = os.path.join(folder, f".new-{os.getpid()}")
-    with open(temporary, "xb") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    if os.path.lexists(final):
-        raise FileExistsError(f"{final} is there: somebody else decides here, too")
-    os.rename(temporary, final)
+    try:
+        with open(temporary, "xb") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        if os.path.lexists(final):
+            raise FileExistsError(f"{final} is there: somebody else decides here, too")
+        os.rename(temporary, final)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
     layout.sync_folder(folder)
 
 

@@ -441,26 +441,44 @@ _CAUSES = {
     errno.EROFS: "read-only file system",
     errno.EIO: "I/O error",
 }
+# What stands behind it says more, where anything does.
+_VAGUE_CAUSES = {
+    errno.ENOENT: "something is gone",
+    errno.ENOTDIR: "a file where a folder should be",
+    errno.ENOMEM: "out of memory",
+}
 _REMEDIES = {
     "disk full": "free space under {root}",
     "quota exceeded": "free space under {root} or raise the quota",
     "no permission": "make {root} writable",
     "read-only file system": "mount {root} writable",
     "I/O error": "check the disk of {root}",
+    "something is gone": "let nothing else delete under {root}",
+    "a file where a folder should be": "move it out of {root}",
+    "out of memory": "lower checkpoint.memory_budget",
     "time-out": "the storage of {root} is slow, raise checkpoint.timeout_secs",
 }
 
 
 def cause(error: BaseException) -> str:
-    """The kind of a failure, in two words; also out of the text of C++ errors."""
-    for link in _chain(error):
-        if isinstance(link, TimeoutError):
-            return "time-out"
-        if isinstance(link, OSError) and link.errno in _CAUSES:
-            return _CAUSES[link.errno]
-        for number, name in _CAUSES.items():
-            if os.strerror(number) in str(link):
-                return name
+    """The kind of a failure, in two words; also out of the text of C++ errors.
+
+    For a fault it is the fault's own first line, for what is unknown the type.
+    """
+    chain = _chain(error)
+    for causes in (_CAUSES, _VAGUE_CAUSES):
+        for link in chain:
+            if isinstance(link, TimeoutError):
+                return "time-out"
+            if isinstance(link, OSError) and link.errno in causes:
+                return causes[link.errno]
+            for number, name in causes.items():
+                if os.strerror(number) in str(link):
+                    return name
+    if any(isinstance(e, MemoryError) or "RESOURCE_EXHAUSTED" in str(e) for e in chain):
+        return "out of memory"
+    if isinstance(error, records.FaultError):
+        return records.first_line(error)
     return type(error).__name__
 
 

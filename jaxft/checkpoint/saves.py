@@ -222,11 +222,13 @@ class Saves:
         resume = "nothing is saved yet"
         if known is not None:
             resume = f"the same command goes on from step {known}"
+        cause, detail = orbax_io.cause(error), records.first_line(error)
         text = (
-            f"save of step {step} to {path} failed: {orbax_io.cause(error)}; "
-            f"{orbax_io.remedy(error, root=self._root)}; {resume} "
-            f"({records.first_line(error)})"
+            f"save of step {step} to {path} failed: {cause}; "
+            f"{orbax_io.remedy(error, root=self._root)}; {resume}"
         )
+        if detail != cause:
+            text += f" ({detail})"
         return records.Fault(
             kind=records.FaultKind.SAVE_FAILED,
             step=step,

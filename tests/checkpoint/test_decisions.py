@@ -186,3 +186,27 @@ def test_killed_between_any_two_acts_of_a_rollback(tmp_path):
             decisions.roll_back(root, to=10, reason="again")
             assert layout.discover(root).steps == [10]
     assert {True, False} == set(seen)
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
+@pytest.mark.parametrize("when", [1, 2])
+def test_a_rollback_that_fails_says_what_it_left(tmp_path, when):
+    """The first rename makes it count, the second one takes the step out."""
+    _make_steps(tmp_path, 10, 20)
+    inject = f"inject=rename:error=ENOSPC:when={when}"
+    done = _roll_back(tmp_path, "-e", "trace=rename", "-e", inject)
+    if done.returncode != 1:
+        pytest.skip(f"strace does not work here: {done.stderr[-200:]}")
+    line = done.stderr.splitlines()[-1]
+    assert "No space left on device" in line
+    if when == 1:
+        assert "; nothing was changed" in line
+        assert str(tmp_path / "decisions") in line
+        assert os.listdir(tmp_path / "decisions") == []
+        assert decisions.discover(tmp_path).steps == [10, 20]
+        return
+    assert "; it is rolled back; the next start renames what is left" in line
+    assert str(tmp_path / "20") in line
+    assert decisions.discover(tmp_path).steps == [10]
+    decisions.finish(tmp_path)
+    assert layout.discover(tmp_path).steps == [10]

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import subprocess
 
 import pytest
 
@@ -156,3 +157,34 @@ def test_nothing_changes_while_a_run_has_the_workdir(ckpt, crowded):
 def test_a_root_without_a_workdir_gets_no_lock(ckpt, root):
     assert ckpt("rollback", root, "--to=10", "--reason=x")[0] == 0
     assert not (root.parent / "lock").exists()
+
+
+@pytest.mark.parametrize("words", [("rollback", "--to=10"), ("pin", "30")])
+def test_a_full_disk_is_named_and_changes_nothing(ckpt, root, tmp_path, words):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(disk)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if mount.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {mount.stderr.strip()}")
+    try:
+        full = shutil.copytree(root.parent, disk / "run") / root.name
+        free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+        (disk / "ballast").write_bytes(bytes(free))
+        command = (words[0], full, *words[1:], "--reason=x")
+        code, out, err = ckpt(*command)
+        assert (code, out) == (74, "")
+        assert err == (
+            f"jaxft: {full}/decisions/1.json: No space left on device; "
+            "nothing was changed\n"
+        )
+        assert os.listdir(full / "decisions") == []
+        assert decisions.discover(full).steps == [10, 20, 30]
+        (disk / "ballast").unlink()
+        assert ckpt(*command)[0] == 0
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
