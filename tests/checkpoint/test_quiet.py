@@ -79,15 +79,20 @@ def _run(tmp_path, program, how):
         capture_output=True,
         text=True,
     )
-    assert (done.stderr, done.returncode) == ("", 0)
-    return done.stdout
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(
     "how", ["gone", "cut", "flip", "data gone", "data cut", "data flip"]
 )
 def test_a_fall_back_is_quiet(tmp_path, how):
-    assert _run(tmp_path, FALL_BACK, how) == ""
+    """What nobody listens to is logged, one line each, and nothing else is said."""
+    out, err = _run(tmp_path, FALL_BACK, how)
+    lines = [line.split(": ") for line in err.splitlines()]
+    assert all(line[0] == "WARNING:absl:jaxft" for line in lines), err
+    assert [line[1] for line in lines] == ["corrupt", "quarantine"] * 2
+    assert out == ""
 
 
 @pytest.mark.parametrize(
@@ -103,7 +108,9 @@ def test_a_fall_back_is_quiet(tmp_path, how):
 def test_a_failed_save_is_one_line_that_says_what_to_do(
     tmp_path, number, cause, remedy
 ):
-    (line,) = _run(tmp_path, FAILED_SAVE, number).splitlines()
+    out, err = _run(tmp_path, FAILED_SAVE, number)
+    (line,) = out.splitlines()
+    assert err == ""
     root = tmp_path / "root"
     assert line.startswith(f"save of step 2 to {root}/2 failed: {cause}")
     remedy = remedy.format(root=root)
