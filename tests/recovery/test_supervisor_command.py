@@ -27,7 +27,7 @@ from jaxft.recovery.workdir import WorkdirLock
 WORKER = '''
 import os, sys, time
 from jaxft.config import PreemptionConfig
-from jaxft.events import EventLog
+from jaxft.events import KINDS, EventLog
 from jaxft.faults.preemption import StopRequests
 from jaxft.recovery.worker_link import SupervisorLink
 event_fd, parent_fd, *lock_fds = map(int, sys.argv[2:])
@@ -42,7 +42,7 @@ with StopRequests(PreemptionConfig(), emit=log) as stops:
     print("worker", os.getpid(), child, flush=True)
     while stops.poll() is None:
         BUSY
-    log("save_commit", step=1, secs=0.0, num_bytes=0)
+    log("save_commit", **dict.fromkeys(KINDS["save_commit"], 0) | {"step": 1})
 log("end", step=1, reason="stopped")
 link.close()
 os._exit(75)
