@@ -237,6 +237,22 @@ def test_what_an_interrupted_copy_left_is_swept_at_the_next_start(root, s3, sync
 
 
 @pytest.mark.slow
+def test_what_a_failed_copy_left_is_swept_by_the_next_that_works(root, s3, events):
+    copier = mirror.Mirror(s3.url(), emit=events)
+    step = root.add(10, a=A)
+    (root.step_path(10) / "state" / "a" / "c" / "1").unlink()
+    copier.offer(step)
+    assert events.wait_for("mirror_failed")["step"] == 10
+    owner = (root.path / "mirror-id").read_text().strip()
+    s3.store().write(f"mirror/blobs/{owner}/{'0' * 64}.10", b"left").result()
+    assert copier.close()
+    copier.offer(root.add(20, a=A))
+    assert copier.close()
+    assert mirror_fetch.list_steps(s3.url()) == [20]
+    assert not [key for key in _blobs(s3) if key.endswith(".10")]
+
+
+@pytest.mark.slow
 def test_every_request_has_a_deadline(s3, wire):
     wire.is_dead = True
     store = mirror_objects.ObjectStore(s3.url(port=wire.port), timeout_secs=0.3)
