@@ -116,12 +116,17 @@ def test_every_damage_of_every_file_is_found(proven, tmp_path, full):
 
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
-def test_a_large_file_of_a_database_is_proven_by_its_values(tmp_path, codec):
+def test_a_large_file_of_a_database_is_proven_by_its_values(
+    tmp_path, monkeypatch, codec
+):
+    monkeypatch.setattr(manifests, "MAX_DIGESTED_BYTES", 2**16)
     values = np.random.default_rng(0).integers(0, 255, 6 << 20, np.uint8)
     leaves = {"w": values, "b": np.arange(9)}
     step = handmade.make_step(tmp_path, 1, leaves, layout="ocdbt", codec=codec)
     proof = manifests.read(step)
-    (large,) = (path for path, entry in proof.files.items() if not entry.sha256)
+    # How many files a database spreads its values over is its own affair.
+    all_large = [path for path, entry in proof.files.items() if not entry.sha256]
+    large = max(all_large, key=lambda path: proof.files[path].num_bytes)
     assert proof.files[large].num_bytes > manifests.MAX_DIGESTED_BYTES
     assert verify.verify_step(step) == []
     file = step / large
@@ -136,7 +141,7 @@ def test_a_large_file_of_a_database_is_proven_by_its_values(tmp_path, codec):
     file.write_bytes(good)
     other = dataclasses.replace(proof, array_layout="files")
     problems = verify.check_step(step, other, full=False)
-    assert [one.path for one in problems] == [large]
+    assert [one.path for one in problems] == all_large
 
 
 @pytest.mark.slow
