@@ -45,6 +45,8 @@ from jaxft.parallel import fingerprint
 PyTree = Any
 
 _POLL_SECS = 0.01
+_AT_HAND_BYTES = 2**20
+_ALL_AT_HAND_BYTES = 2**25
 _SHARE_SECS = 0.2
 _Partials = dict[str, list[tuple[int, int, int]]]
 
@@ -99,6 +101,8 @@ class Digests:
             else:
                 self._host[path] = fingerprints.digest_array(leaf)
         self._on_device = on_device
+        self._views: dict[str, np.ndarray] = {}
+        self._views_lock = threading.Lock()
         self._pending: fingerprint.PendingDigests | None = None
         self._started = threading.Event()
         self._failure: Exception | None = None
@@ -112,7 +116,9 @@ class Digests:
         if self._started.is_set():
             return
         try:
-            self._pending = fingerprint.start_digests(self._on_device)
+            on_device, at_hand = _split(self._on_device)
+            self._views = {path: _view(leaf) for path, leaf in at_hand.items()}
+            self._pending = fingerprint.start_digests(on_device)
         except Exception as error:
             self._failure = error
         self._on_device = {}
@@ -126,11 +132,20 @@ class Digests:
         assert self._pending is not None
         return self._pending
 
+    def _take_views(self, paths: Iterable[str]) -> None:
+        """Digests what lies at hand, in the thread of whoever asks first."""
+        with self._views_lock:
+            for path in [path for path in paths if path in self._views]:
+                self._host[path] = fingerprints.digest_array(self._views[path])
+                del self._views[path]
+
     def of(self, paths: Iterable[str]) -> dict[str, LeafDigest]:
         """The digests of some leaves, of which this process holds all parts."""
         paths = list(paths)
+        pending = self._begun()
+        self._take_views(paths)
         on_device = [path for path in paths if path not in self._host]
-        return self._begun().result(on_device) | {
+        return pending.result(on_device) | {
             path: self._host[path] for path in paths if path in self._host
         }
 
@@ -141,6 +156,7 @@ class Digests:
     def all(self, others: Iterable[_Partials] = ()) -> dict[str, LeafDigest]:
         """The digests of all leaves, with the partials of the other processes."""
         mine = self.partials()
+        self._take_views(self.names)
         others = list(others)
         digests = {}
         for path in self.names:
@@ -424,13 +440,48 @@ def differing_leaves(digests: Digests, manifest: Manifest) -> list[tuple[str, st
     return problems
 
 
+def _split(
+    arrays: Mapping[str, jax.Array],
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """Those whose digests the devices take, and those at hand.
+
+    On CPU the memory of the devices is the host's: of what is small, NumPy is through
+    before a program for its shape would be compiled.
+    """
+    small = {
+        path: leaf
+        for path, leaf in arrays.items()
+        if leaf.nbytes <= _AT_HAND_BYTES and _is_on_host(leaf)
+    }
+    if sum(leaf.nbytes for leaf in small.values()) > _ALL_AT_HAND_BYTES:
+        small = {}
+    return {path: arrays[path] for path in arrays if path not in small}, small
+
+
+def _is_on_host(leaf: jax.Array) -> bool:
+    if jax.process_count() > 1:
+        return False
+    return all(device.platform == "cpu" for device in leaf.sharding.device_set)
+
+
+def _view(leaf: jax.Array) -> np.ndarray:
+    """The leaf in host memory, which stays as it is when the leaf is donated."""
+    if leaves.is_key(leaf.dtype):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf)
+
+
 def prepare(state: PyTree) -> None:
     """Compiles in the background what the digests of such a state need."""
-    on_device = {
-        path: leaf
-        for path, (_, leaf) in leaves.flatten(state).items()
-        if isinstance(leaf, jax.Array) and leaf.size
-    }
+    on_device, _ = _split(
+        {
+            path: leaf
+            for path, (_, leaf) in leaves.flatten(state).items()
+            if isinstance(leaf, jax.Array) and leaf.size
+        }
+    )
+    if not on_device:
+        return
     compile_all = fingerprint.prepare(on_device)
     threading.Thread(target=compile_all, name="jaxft-prepare", daemon=True).start()
 

@@ -195,7 +195,8 @@ def same_files():
 # --- an S3 server and the way to it -------------------------------------------
 
 
-@pytest.fixture(scope="session")
+# Not for the session: other tests look whether a process has children left.
+@pytest.fixture(scope="module")
 def s3_port():
     """A real server process; buckets are per test."""
     with socket.create_server(("127.0.0.1", 0)) as free:
