@@ -272,7 +272,7 @@ def test_the_grace_time_is_kept(command: Any) -> None:
 
 
 def test_time_limit(command: Any) -> None:
-    run = command("limit", train__num_steps=100_000, preemption__time_limit_secs=15)
+    run = command("limit", train__num_steps=100_000, preemption__time_limit_secs=30)
     code, out, err = run.run()
     assert code == 75, err
     assert "time limit" in out
