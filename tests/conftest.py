@@ -1,10 +1,11 @@
 """What every test stands on: 8 fake CPU devices, strict ranks, `--full`."""
 
 import os
+import pathlib
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 # Before jax is imported: a test run never takes an accelerator unless asked to.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -61,6 +62,29 @@ def run_two() -> Callable[..., list[tuple[str, str]]]:
         return ends
 
     return run
+
+
+@pytest.fixture
+def mount_disk() -> Iterator[Callable[[pathlib.Path, str], pathlib.Path]]:
+    """Makes a folder that is a disk of its own, of a size such as `4m`."""
+    mounted = []
+
+    def mount(folder: pathlib.Path, size: str) -> pathlib.Path:
+        folder.mkdir()
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            pytest.skip(f"cannot mount a tmpfs here: {done.stderr.strip()}")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def pytest_collection_modifyitems(

@@ -14,19 +14,8 @@ pytestmark = pytest.mark.device
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=10m", "none", str(folder)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if mount.returncode:
-        pytest.skip(f"cannot mount a tmpfs here: {mount.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+def small_disk(tmp_path, mount_disk):
+    return mount_disk(tmp_path / "disk", "10m")
 
 
 def _state(step, *, mebibytes):

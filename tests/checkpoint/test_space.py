@@ -130,23 +130,11 @@ def test_what_the_next_save_deletes_first_is_room_as_well(tmp_path, is_linked):
         ask()
 
 
-def test_a_real_small_disk(tmp_path):
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(folder)],
-        capture_output=True,
-        check=False,
-    )
-    if mounted.returncode:
-        pytest.skip("cannot mount a tmpfs here")
-    try:
-        root = str(folder / "checkpoints")
-        space.check_space(root, state_bytes=1 << 20, num_kept=1, num_there=0)
-        with pytest.raises(space.SpaceError, match=r"4\.0 MiB free"):
-            space.check_space(root, state_bytes=2 << 20, num_kept=3, num_there=0)
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
+def test_a_real_small_disk(tmp_path, mount_disk):
+    root = str(mount_disk(tmp_path / "disk", "4m") / "checkpoints")
+    space.check_space(root, state_bytes=1 << 20, num_kept=1, num_there=0)
+    with pytest.raises(space.SpaceError, match=r"4\.0 MiB free"):
+        space.check_space(root, state_bytes=2 << 20, num_kept=3, num_there=0)
 
 
 def _wrapped(number):

@@ -2,8 +2,6 @@
 
 import os
 import pathlib
-import subprocess
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,14 +10,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def small_disk(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "none", str(folder)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("cannot mount a tmpfs here")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+def small_disk(tmp_path: pathlib.Path, mount_disk: Any) -> pathlib.Path:
+    return mount_disk(tmp_path / "run", "16m")
 
 
 def _fill(disk: pathlib.Path) -> pathlib.Path:

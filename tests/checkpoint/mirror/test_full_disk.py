@@ -1,7 +1,6 @@
 """A mirror on a disk that is really full: it gives back space and finds its way out."""
 
 import os
-import subprocess
 import time
 
 import numpy as np
@@ -14,20 +13,8 @@ A = np.arange(50_000, dtype=np.float32)  # 200 kB a step: the disk holds four
 
 
 @pytest.fixture
-def disk(tmp_path):
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    options = f"size={_DISK_BYTES}"
-    mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if mount.returncode:
-        pytest.skip(f"cannot mount a tmpfs here: {mount.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+def disk(tmp_path, mount_disk):
+    return mount_disk(tmp_path / "disk", str(_DISK_BYTES))
 
 
 def _fill(disk, *, num_free_bytes=0):
