@@ -81,14 +81,15 @@ def _check(root, step):
     return at
 
 
-def _most_calls(root, log, calls):
-    """The most calls that one thread of an undisturbed save makes."""
+def _count_calls(root, log, calls):
+    """The calls of an undisturbed save: of all threads, and the most of one."""
     options = ("-o", str(log), "-e", f"trace={calls}")
     done = _save(root, 2, trace=_strace(*options))
     if done.returncode:
         pytest.skip(f"strace does not work here: {done.stderr[-200:]}")
     threads = re.findall(r"^(\d+) +(?:fsync|fdatasync|rename)", log.read_text(), re.M)
-    return collections.Counter(threads).most_common(1)[0][1]
+    assert threads, log.read_text()[-2000:]
+    return len(threads), max(collections.Counter(threads).values())
 
 
 @pytest.mark.parametrize("calls", ["fsync,fdatasync", "rename,renameat,renameat2"])
@@ -96,8 +97,10 @@ def test_killed_at_the_kth_call(tmp_path, calls, full):
     base = tmp_path / "base"
     assert _save(base, 1).returncode == 0
     shutil.copytree(base, tmp_path / "count")
-    most = _most_calls(tmp_path / "count", tmp_path / "log", calls)
-    assert most >= 2
+    # TensorStore's pool may give each call to another thread: then `most` is 1, and
+    # the kill at k = 1 is the kill at the first call.
+    total, most = _count_calls(tmp_path / "count", tmp_path / "log", calls)
+    assert total >= 2
     num_samples = most if full else max(4, -(-most // 2))
     killed = {}
     for k in sorted(
@@ -116,4 +119,4 @@ def test_killed_at_the_kth_call(tmp_path, calls, full):
         assert sorted(os.listdir(root)) == [str(at), str(at + 1)]
         shutil.rmtree(root)
     # Which thread makes a call varies from save to save: the last k may be too many.
-    assert all(killed[k] for k in killed if k <= 2 * most // 3), killed
+    assert all(killed[k] for k in killed if k <= max(1, 2 * most // 3)), killed
