@@ -46,6 +46,7 @@ from jaxft.checkpoint import (
     retention,
     run_record,
     space,
+    together,
 )
 from jaxft.checkpoint.judge import Check, Restored
 from jaxft.checkpoint.planner import SavePlanner, check_label
@@ -223,7 +224,8 @@ class CheckpointManager:
                 in flight missed its deadline, or this one could not begin, and the
                 policy for failed saves is at its end; a forced save always raises.
             LeafError: a leaf cannot be stored; nothing was written.
-            ValueError: the label is not the state's step, or a newer step exists.
+            ValueError: the label is not the state's step, a newer step exists, or not
+                all processes share the root (`ConfigError`).
         """
         if not force:
             self._saves.raise_news()
@@ -328,6 +330,8 @@ class CheckpointManager:
     def check(self, target: PyTree) -> None:
         """Refuses before the first step what would fail at the first save.
 
+        All processes call it at the same place, like the others of this class.
+
         Args:
             target: the state, as values or `jax.ShapeDtypeStruct`.
 
@@ -335,22 +339,24 @@ class CheckpointManager:
             ConfigError: the root is no folder to be read and written, lacks something
                 that saves need (see `jaxft.checkpoint.space`) or the room for what is
                 kept, its newest or only step is not ours, a leaf of the target
-                cannot be stored, `health` names none, or a mirror in a folder
-                cannot be written.
+                cannot be stored, `health` names none, a mirror in a folder cannot
+                be written, or not all processes share the root.
             FaultError: kind SAVE_FAILED: the disk is full, or read-only by now, and
                 steps are there already; see `space.refusal`.
         """
         found = None
         try:
-            found = decisions.discover(self.root)
-            refuse_foreign(found)
-            layout.check_writable(self.root)
-            leaves.check(target)
-            options.check_health(self._options.health, leaves.flatten(target))
-            if jax.process_index() == 0:
-                self._planner.check(target, found)
-                if self._mirror is not None:
-                    mirror_check.check_folder(self._mirror.address)
+            with together.same_end(f"save to {self.root}"):
+                found = decisions.discover(self.root)
+                refuse_foreign(found)
+                layout.check_writable(self.root)
+                leaves.check(target)
+                options.check_health(self._options.health, leaves.flatten(target))
+                if jax.process_index() == 0:
+                    self._planner.check(target, found)
+                    if self._mirror is not None:
+                        mirror_check.check_folder(self._mirror.address)
+            self._planner.agree()
         except (records.FaultError, OSError, ValueError) as error:
             newest = max(found.steps, default=None) if found else None
             raise space.refusal(error, newest=newest) from error

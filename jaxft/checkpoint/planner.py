@@ -35,6 +35,7 @@ from jaxft.checkpoint import (
     proof,
     retention,
     run_record,
+    shared_root,
     space,
 )
 from jaxft.checkpoint import manifest as manifests
@@ -109,6 +110,7 @@ class SavePlanner:
         self._has_links: bool | None = None
         self._layout: ArrayLayout | None = None
         self._known: dict[int, _Known] = {}
+        self._is_shared = False
         self._is_tidy = False
 
     # --- what is there ----------------------------------------------------------
@@ -140,14 +142,26 @@ class SavePlanner:
             leftovers=[path for path, _ in found.unfinished],
         )
 
+    def agree(self) -> None:
+        """Proves once that all processes share the root; all call it together.
+
+        Raises:
+            ConfigError: they do not; see `shared_root.check` for the rest.
+        """
+        if not self._is_shared:
+            shared_root.check(self._root)
+        self._is_shared = True
+
     def make_way(self, step: int) -> bool:
         """Whether the step is to be written; takes away what would be in its way.
 
         Raises:
+            ConfigError: the processes do not share the root.
             ValueError: a newer step is there.
             FaultError: the root cannot be understood.
             OSError: it cannot be read or changed.
         """
+        self.agree()
         found = decisions.discover(self._root)
         if found.abandoned:
             decisions.finish(self._root, emit=self._emit)

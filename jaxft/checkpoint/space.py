@@ -86,7 +86,7 @@ def probe(root: str) -> Abilities:
     Raises:
         SpaceError: it names what does not work.
     """
-    name = _PREFIX + hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
+    name = probe_name(root)
     _sweep(root, name)
     place = os.path.join(nearest_folder(root), name)
     with _ability(root, "make a folder"):
@@ -95,6 +95,11 @@ def probe(root: str) -> Abilities:
         return _try_all(root, place)
     finally:
         shutil.rmtree(place, ignore_errors=True)
+
+
+def probe_name(root: str) -> str:
+    """The name of what is tried in, or above, a root: of no other root."""
+    return _PREFIX + hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
 
 
 def _sweep(root: str, name: str) -> None:
