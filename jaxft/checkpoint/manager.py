@@ -330,7 +330,7 @@ class CheckpointManager:
     def check(self, target: PyTree) -> None:
         """Refuses before the first step what would fail at the first save.
 
-        All processes call it at the same place, like the others of this class.
+        All processes call it at the same place, like `save` and `restore`.
 
         Args:
             target: the state, as values or `jax.ShapeDtypeStruct`.
