@@ -84,7 +84,7 @@ def restore_newest(
         found = decisions.discover(root)
         if step is None:
             refuse_foreign(found)
-    steps = together.from_primary(found.steps)
+    steps = _agree_on_steps(root, found.steps)
     if step is not None:
         return _restore_exactly(root, reading, step=step, steps=steps)
     for path, reason in found.foreign:
@@ -147,6 +147,21 @@ def _set_aside(
 
 
 # --- several processes --------------------------------------------------------
+
+
+def _agree_on_steps(root: str, seen: list[int]) -> list[int]:
+    """The steps that the primary process sees.
+
+    Raises:
+        FaultError: kind CONFIG: it sees none where another process sees some: to
+            begin anew would pass over them.
+    """
+    (primary_root, steps), *others = together.gather([root, seen])
+    for index, (where, other) in enumerate(others, start=1):
+        if other and not steps:
+            text = f"process {index} sees step {max(other)} in {where}"
+            raise _not_shared(f"{text}, process 0 sees none in {primary_root}")
+    return steps
 
 
 def _read_together(root: str, step: int, reading: Reading) -> Restored | Damage:

@@ -133,6 +133,7 @@ restore(root, check=dislike(5))
 restore(root, check=lambda record: str(1 // (not is_second))[1:])
 restore(f"{root}-copy/2/run/metadata" if is_second else root)
 restore(f"{root}-absent" if is_second else root)
+restore(root if is_second else f"{root}-absent")
 restore(f"{root}-copy" if is_second else root)
 restore(root, step=9)
 read = judge.orbax_io.read_state
@@ -238,6 +239,8 @@ def test_what_one_process_sees_is_for_all(tmp_path, run):
             (f"{cannot}read {path}", "raised None integer division"),
             (f"{cannot}look into {root}", config),
             (f"{cannot}read {path}", f"{config}process 0 sees "),
+            (f"{config}process 1 sees step {next_step} in {root}, process 0 sees none",)
+            * 2,
             (f"{config}processes 0 and 1 see different {path}", config),
             ("raised no_checkpoint step 9", "raised no_checkpoint step 9"),
             (f"raised exception {path} is right", f"raised exception {path} is right"),
