@@ -13,6 +13,7 @@ import collections
 import dataclasses
 import errno
 import functools
+import glob
 import itertools
 import math
 import os
@@ -106,6 +107,20 @@ def open_kvstore(
 # --- the arrays of one item ---------------------------------------------------
 
 
+def _no_database(path: str, *, has_database: bool) -> str:
+    """What is wrong where a database is, and should not be, or the other way round."""
+    if has_database:
+        return f"{path} should have no database: manifest.ocdbt is there"
+    parts = glob.glob(f"{glob.escape(path)}/ocdbt.process_*")
+    if parts and not os.path.isdir(os.path.join(path, "d")):
+        whose = "one process" if len(parts) == 1 else f"{len(parts)} processes"
+        return (
+            f"{path} is incomplete: what {whose} wrote was never merged, its save "
+            "ended before that; use another step"
+        )
+    return f"{path} should have a database: manifest.ocdbt is missing"
+
+
 class ArrayStore:
     """The arrays of one item folder, read only.
 
@@ -125,11 +140,7 @@ class ArrayStore:
         has_database = os.path.isfile(os.path.join(self.path, "manifest.ocdbt"))
         self.is_ocdbt = bool(notes.get("use_ocdbt", has_database))
         if self.is_ocdbt != has_database:
-            said = "" if self.is_ocdbt else "no "
-            there = "is there" if has_database else "is missing"
-            raise ArrayError(
-                "", f"{self.path} should have {said}database: manifest.ocdbt {there}"
-            )
+            raise ArrayError("", _no_database(self.path, has_database=has_database))
         self.leaves = stored_tree.parse(notes, folder=self.path)
         owners: dict[str, list[str]] = {}
         for leaf in self.leaves.values():

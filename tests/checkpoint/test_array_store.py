@@ -1,13 +1,16 @@
 """Stored arrays as NumPy: every Orbax layout, in bounded parts, damage by name."""
 
+import asyncio
 import errno
 import json
 import os
 import pathlib
+import shutil
 
 import numpy as np
 import pytest
 import tensorstore as ts
+from etils import epath
 
 from jaxft.checkpoint import array_store
 from jaxft.checkpoint import manifest as manifests
@@ -231,6 +234,28 @@ def test_a_database_that_does_not_belong_there_is_refused(item):
     (item / "manifest.ocdbt").write_bytes(b"")
     with pytest.raises(array_store.ArrayError, match="no database"):
         array_store.ArrayStore(item)
+
+
+@pytest.mark.device
+def test_parts_that_were_never_merged_are_no_lost_database(stock, tmp_path):
+    import jax.numpy as jnp
+    import orbax.checkpoint as ocp
+
+    async def write():  # As if killed before it is finalised.
+        handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True)
+        item = ocp.args.PyTreeSave({"w": jnp.arange(8.0)})
+        for future in await handler.async_save(path, args=item):
+            future.result()
+
+    path = epath.Path(tmp_path / "parts")
+    path.mkdir()
+    asyncio.run(write())
+    with pytest.raises(array_store.ArrayError, match="incomplete: what one process"):
+        array_store.ArrayStore(path)
+    merged = shutil.copytree(stock["ocdbt-zarr3"], tmp_path / "merged")
+    (merged / "manifest.ocdbt").unlink()
+    with pytest.raises(array_store.ArrayError, match=r"manifest\.ocdbt is missing"):
+        array_store.ArrayStore(merged)
 
 
 def test_an_unknown_name_is_refused(item):
