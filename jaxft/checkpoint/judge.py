@@ -29,6 +29,7 @@ import jax
 
 from jaxft import records
 from jaxft.checkpoint import (
+    causes,
     layout,
     orbax_io,
     proof,
@@ -255,12 +256,12 @@ def _explain(error: Exception, path: str, *, reading: Reading, step: int) -> Dam
     # not by Orbax first: it takes some that may not be read for absent ones.
     try:
         _read_anything(path)
-        if orbax_io.cause(error) in ("no permission", "I/O error"):
+        if causes.cause(error) in ("no permission", "I/O error"):
             raise layout.unreadable(path, records.first_line(error)) from error
     except records.FaultError as refusal:
         reading.emit("unreadable", step=step, reason=str(refusal))
         raise
-    if orbax_io.is_process_failure(error):
+    if causes.is_process_failure(error):
         raise error
     if problems := _verify(path):
         return Damage.of(problems)
@@ -274,7 +275,7 @@ def _verify(path: str) -> list[Problem]:
     try:
         return verify.verify_step(path, allow_unproven=True)
     except OSError as error:
-        if orbax_io.is_process_failure(error):
+        if causes.is_process_failure(error):
             raise
         return [Problem(os.path.basename(path), records.first_line(error))]
 
@@ -308,7 +309,7 @@ def _read_anything(path: str) -> None:
         if error.errno in _NOT_NOW:
             where, why = error.filename or path, str(error.strerror)
             raise layout.unreadable(where, why) from error
-        if orbax_io.is_process_failure(error):
+        if causes.is_process_failure(error):
             raise
 
 

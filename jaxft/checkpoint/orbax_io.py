@@ -31,6 +31,7 @@ import orbax.checkpoint as ocp
 from jaxft import records
 from jaxft.checkpoint import (
     array_reader,
+    causes,
     layout,
     leaves,
     manifest,
@@ -165,7 +166,7 @@ class Write:
             checkpointer.close()
         del checkpointer
         if self._error is not None:
-            for link in _chain(self._error):
+            for link in causes.chain(self._error):
                 link.__traceback__ = None  # it holds what has to be collected
             quiet.drain()
         quiet.end()
@@ -404,7 +405,7 @@ def probe(path: str) -> str:
                 part, size = {}, 0
         _read_part(path, record, part)
     except Exception as error:
-        if isinstance(error, records.FaultError) or is_process_failure(error):
+        if isinstance(error, records.FaultError) or causes.is_process_failure(error):
             raise
         return f"{type(error).__name__}: {records.first_line(error)}"
     return ""
@@ -423,75 +424,3 @@ def _read_part(
     values = _restore(path, record, part, arrays)
     for name, request in part.items():
         leaves.decode(values.pop(name, None), request)
-
-
-def is_process_failure(error: BaseException) -> bool:
-    """Whether this process, not the store, lacks something: memory, files, rights."""
-    own = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EINTR)
-    if isinstance(error, OSError) and error.errno in own:
-        return True
-    return isinstance(error, MemoryError) or cause(error) == "no permission"
-
-
-_CAUSES = {
-    errno.ENOSPC: "disk full",
-    errno.EDQUOT: "quota exceeded",
-    errno.EACCES: "no permission",
-    errno.EPERM: "no permission",
-    errno.EROFS: "read-only file system",
-    errno.EIO: "I/O error",
-}
-# What stands behind it says more, where anything does.
-_VAGUE_CAUSES = {
-    errno.ENOENT: "something is gone",
-    errno.ENOTDIR: "a file where a folder should be",
-    errno.ENOMEM: "out of memory",
-}
-_REMEDIES = {
-    "disk full": "free space under {root}",
-    "quota exceeded": "free space under {root} or raise the quota",
-    "no permission": "make {root} writable",
-    "read-only file system": "mount {root} writable",
-    "I/O error": "check the disk of {root}",
-    "something is gone": "let nothing else delete under {root}",
-    "a file where a folder should be": "move it out of {root}",
-    "out of memory": "lower checkpoint.memory_budget",
-    "time-out": "the storage of {root} is slow, raise checkpoint.timeout_secs",
-}
-
-
-def cause(error: BaseException) -> str:
-    """The kind of a failure, in two words; also out of the text of C++ errors.
-
-    For a fault it is the fault's own first line, for what is unknown the type.
-    """
-    chain = _chain(error)
-    for causes in (_CAUSES, _VAGUE_CAUSES):
-        for link in chain:
-            if isinstance(link, TimeoutError):
-                return "time-out"
-            if isinstance(link, OSError) and link.errno in causes:
-                return causes[link.errno]
-            for number, name in causes.items():
-                if os.strerror(number) in str(link):
-                    return name
-    if any(isinstance(e, MemoryError) or "RESOURCE_EXHAUSTED" in str(e) for e in chain):
-        return "out of memory"
-    if isinstance(error, records.FaultError):
-        return records.first_line(error)
-    return type(error).__name__
-
-
-def remedy(error: BaseException, *, root: str) -> str:
-    """What to do about a failed save, in a few words."""
-    return _REMEDIES.get(cause(error), "check {root}").format(root=root)
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    """The error and those that it came from."""
-    chain: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None and link not in chain:
-        chain.append(link)
-        link = link.__cause__ or link.__context__
-    return chain

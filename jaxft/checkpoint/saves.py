@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from jaxft import records
-from jaxft.checkpoint import layout, orbax_io, policies
+from jaxft.checkpoint import causes, layout, orbax_io, policies
 from jaxft.checkpoint.proof import UnhealthyError
 
 
@@ -222,10 +222,10 @@ class Saves:
         resume = "nothing is saved yet"
         if known is not None:
             resume = f"the same command goes on from step {known}"
-        cause, detail = orbax_io.cause(error), records.first_line(error)
+        cause, detail = causes.cause(error), records.first_line(error)
         text = (
             f"save of step {step} to {path} failed: {cause}; "
-            f"{orbax_io.remedy(error, root=self._root)}; {resume}"
+            f"{causes.remedy(error, root=self._root)}; {resume}"
         )
         if detail != cause:
             text += f" ({detail})"

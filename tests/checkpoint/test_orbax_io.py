@@ -15,7 +15,6 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxft import records
 from jaxft.checkpoint import layout, manager, orbax_io
 
 pytestmark = pytest.mark.device
@@ -234,43 +233,3 @@ def test_a_save_that_never_commits_is_an_error(tmp_path):
     write = orbax_io.Write(str(tmp_path / "5"), Silent())
     assert write.wait(10)
     assert isinstance(write.error(), FileNotFoundError)
-
-
-def _from(error, origin):
-    error.__cause__ = origin
-    return error
-
-
-_FULL = OSError(28, "No space left on device")
-
-
-@pytest.mark.parametrize(
-    ("error", "cause"),
-    [
-        (
-            FileNotFoundError(2, "No such file or directory", "/c/1"),
-            "something is gone",
-        ),
-        (ValueError("zarr: Not a directory [/c/1]"), "a file where a folder should be"),
-        (_from(FileNotFoundError(2, "No such file"), _FULL), "disk full"),
-        (MemoryError(), "out of memory"),
-        (
-            RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1"),
-            "out of memory",
-        ),
-        (
-            records.fault_error(records.FaultKind.CONFIG, "process 1: no\nmore"),
-            "process 1: no",
-        ),
-        (
-            _from(records.fault_error(records.FaultKind.CONFIG, "no"), _FULL),
-            "disk full",
-        ),
-        (_from(RuntimeError("x"), TimeoutError()), "time-out"),
-        (KeyError("x"), "KeyError"),
-    ],
-    ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
-)
-def test_a_cause_is_said_in_words(error, cause):
-    assert orbax_io.cause(error) == cause
-    assert "{" not in orbax_io.remedy(error, root="/c")
