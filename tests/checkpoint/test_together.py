@@ -19,7 +19,8 @@ with together.same_end("read it"):
 print(together.gather(me))
 try:
     with together.same_end("read it", deadline_secs=0.5):
-        time.sleep(1 - me)
+        time.sleep(4 * (1 - me))
+    print("all came")
 except records.FaultError as error:
     print(error)
 """
