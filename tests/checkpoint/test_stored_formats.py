@@ -52,13 +52,17 @@ def _bits(dtype, shape):
 
 
 def make_state(step):
-    """The state of a step; `frozen` is the same in all."""
+    """The state of a step; `frozen` is the same in all.
+
+    XLA's arithmetic is not the same bits in all versions, so NumPy does it.
+    """
     rows = NamedSharding(jax.make_mesh((2, 4), ("a", "b")), PartitionSpec("a"))
     w = np.arange(8, dtype=np.float32).reshape(4, 2) * step / 3
     w[0] = -0.0, 1e-40
+    frozen = np.arange(5, dtype=np.float32) / np.float32(7)
     return {
         "step": jnp.int32(step),
-        "params": {"w": jax.device_put(w, rows), "frozen": jnp.arange(5.0) / 7},
+        "params": {"w": jax.device_put(w, rows), "frozen": jnp.asarray(frozen)},
         "rng": jax.random.key(step),
         "weak": jnp.asarray(0.1),
         "odd": Point(
