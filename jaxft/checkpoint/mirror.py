@@ -332,7 +332,7 @@ class Mirror:
             if work.decided.is_abandoned(step, timeline=mark.timeline)
         }
         # To what it never had, and to what it lost to damage, the root is no guide.
-        guideless = work.identity.inherited | _quarantined(found)
+        guideless = work.identity.inherited | quarantined_steps(found.set_aside)
         let_go = {step for step in gone if step < stand_in} - guideless
         others = {step: gone[step] for step in gone.keys() - abandoned - let_go}
         let_go |= self._dropped(mirrored, marks=marks, others=others) - {stand_in}
@@ -378,9 +378,9 @@ class Mirror:
         return {info.step for info in dropped} & others.keys()
 
 
-def _quarantined(found: layout.Discovery) -> frozenset[int]:
-    """Labels of the steps that were damaged in the root."""
-    names = map(os.path.basename, found.set_aside)
+def quarantined_steps(set_aside: Iterable[str]) -> frozenset[int]:
+    """Labels of those that were damaged in the root, of what was moved aside there."""
+    names = map(os.path.basename, set_aside)
     matches = map(_QUARANTINED.fullmatch, names)
     return frozenset(int(match[1]) for match in matches if match)
 

@@ -30,6 +30,7 @@ def list_steps(
     *,
     healthy_only: bool = False,
     into: str | os.PathLike[str] = "",
+    own_only: bool = False,
     timeout_secs: float = 60.0,
 ) -> list[int]:
     """The steps on a mirror, ascending, without those that were rolled back.
@@ -38,6 +39,7 @@ def list_steps(
         target: the mirror; see `open_target`.
         healthy_only: leaves out those that are no resume points.
         into: a root whose own decisions count, too.
+        own_only: leaves out those that another root than `into` wrote.
         timeout_secs: deadline of each request to an object store.
 
     Raises:
@@ -48,7 +50,11 @@ def list_steps(
     """
     place = mirror_place.open_target(target, timeout_secs=timeout_secs)
     root = layout.absolute_root(into) if into else ""
-    return _steps(place, place.marks(), root=root, healthy_only=healthy_only)
+    marks = place.marks()
+    if own_only:
+        identity = mirror_place.find_identity(root)
+        marks = mirror_place.owned(marks, identity.owner) if identity else {}
+    return _steps(place, marks, root=root, healthy_only=healthy_only)
 
 
 def _steps(

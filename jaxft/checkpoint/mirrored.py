@@ -6,19 +6,21 @@ World: device. Floor: above `restore`, below `manager`. Read
 
 A root without a good step is filled from the mirror, step by step from the newest on,
 until one is restored. A mirror that does not answer then is an error: to begin anew
-could throw away what lies there.
+could throw away what lies there. Where an older step of the root is good, the damaged
+ones after it come back from the mirror, if it has them; if not, that is told, and the
+older one is taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import jax
 
 from jaxft import config, records
-from jaxft.checkpoint import mirror_check, mirror_fetch, options, together
+from jaxft.checkpoint import layout, mirror_check, mirror_fetch, options, together
 from jaxft.checkpoint.judge import Restored
-from jaxft.checkpoint.mirror import Mirror
+from jaxft.checkpoint.mirror import Mirror, quarantined_steps
 from jaxft.checkpoint.mirror_mark import MirrorError
 
 
@@ -48,12 +50,13 @@ def make_mirror(
         raise config.ConfigError("checkpoint.mirror", str(error)) from error
 
 
-def list_steps(address: str, *, root: str = "") -> list[int]:
+def list_steps(address: str, *, root: str = "", own_only: bool = False) -> list[int]:
     """The steps on a mirror that may be resumed; none for no address.
 
     Args:
         address: the mirror.
         root: where to; what was decided about it counts, too.
+        own_only: only those that this root wrote.
 
     Raises:
         ConfigError: it does not answer.
@@ -62,7 +65,9 @@ def list_steps(address: str, *, root: str = "") -> list[int]:
     if not address:
         return []
     try:
-        return mirror_fetch.list_steps(address, healthy_only=True, into=root)
+        return mirror_fetch.list_steps(
+            address, healthy_only=True, into=root, own_only=own_only
+        )
     except (MirrorError, OSError) as error:
         problem = f"{address} does not say what it holds: {records.first_line(error)}"
         raise config.ConfigError("checkpoint.mirror", problem) from error
@@ -75,7 +80,7 @@ def restore_through(
     restore: Callable[[], Restored | None],
     emit: records.Emit,
 ) -> Restored | None:
-    """Restores from the root, and where that has nothing good, from the mirror.
+    """Restores from the root, and from the mirror what the root has lost.
 
     Args:
         mirror: of the root; where a step is to be fetched, its copies end first.
@@ -85,47 +90,92 @@ def restore_through(
 
     Raises:
         FaultError: see `restore.restore_newest`; neither place has a good step.
-        ConfigError: the mirror does not answer.
+        ConfigError: the mirror does not answer, and the root has no good step.
     """
-    failure: records.FaultError | None = None
     tried: set[int] = set()
     while True:
+        with together.same_end(f"look into {root}"):
+            before = layout.discover(root).set_aside
+        failure: records.FaultError | None = None
+        restored: Restored | None = None  # The one before is not held any longer.
         try:
             restored = restore()
         except records.FaultError as error:
             if error.fault.kind is not records.FaultKind.NO_CHECKPOINT:
                 raise
-            failure, restored = error, None
-        if restored is not None:
-            return restored
-        step = _fetch_next(mirror, root, tried=tried, emit=emit)
+            failure = error
+        step = -1
+        with together.same_end(f"fetch a step from {mirror.address}"):
+            if jax.process_index() != 0:
+                pass  # The primary one fetches, and tells the others.
+            elif restored is None:
+                mirror.close()
+                there = list_steps(mirror.address, root=root)
+                step = _fetch(mirror.address, there, root=root, tried=tried, emit=emit)
+            else:
+                lost = _lost(root, after=restored.step, before=before) - tried
+                step = _fetch_back(mirror, lost, root=root, tried=tried, emit=emit)
+        step = together.from_primary(step)
         if step < 0:
             if failure is not None:
                 raise failure
-            return None
+            return restored
         tried.add(step)
 
 
-def _fetch_next(
-    mirror: Mirror, root: str, *, tried: set[int], emit: records.Emit
-) -> int:
-    """Fetches the newest step that was not tried yet; -1 when there is none.
+def _lost(root: str, *, after: int, before: Iterable[str]) -> set[int]:
+    """Steps above `after` that were found damaged just now.
 
-    The primary process does so, and tells the others, also that it could not.
+    Args:
+        root: the checkpoint root.
+        after: the good step that it has.
+        before: what lay aside before it was restored.
     """
-    step = -1
-    with together.same_end(f"fetch a step from {mirror.address}"):
-        if jax.process_index() == 0:
-            step = _fetch(mirror, root, tried=tried, emit=emit)
-    return together.from_primary(step)
+    found = layout.discover(root)
+    aside = quarantined_steps(set(found.set_aside) - set(before))
+    return {step for step in aside if step > after} - set(found.steps)
 
 
-def _fetch(mirror: Mirror, root: str, *, tried: set[int], emit: records.Emit) -> int:
+def _fetch_back(
+    mirror: Mirror,
+    lost: set[int],
+    *,
+    root: str,
+    tried: set[int],
+    emit: records.Emit,
+) -> int:
+    """Fetches the newest of the steps that were damaged; -1 for none.
+
+    The root has a good one: a mirror that fails is told and ends nothing.
+    """
+    if not lost:
+        return -1
     mirror.close()
     address = mirror.address
-    for step in reversed(list_steps(address, root=root)):
-        if step in tried:
-            continue
+    try:
+        there = list_steps(address, root=root, own_only=True)
+        there = [step for step in there if step in lost]
+        return _fetch(address, there, root=root, tried=tried, emit=emit)
+    except (config.ConfigError, records.FaultError) as error:
+        reason = records.first_line(error)
+        emit("mirror_failed", step=max(lost), target=address, reason=reason)
+        return -1
+
+
+def _fetch(
+    address: str,
+    steps: Iterable[int],
+    *,
+    root: str,
+    tried: set[int],
+    emit: records.Emit,
+) -> int:
+    """Fetches the newest of `steps` that was not tried yet; -1 when there is none.
+
+    Raises:
+        ConfigError: the mirror does not answer.
+    """
+    for step in sorted(set(steps) - tried, reverse=True):
         try:
             mirror_fetch.fetch(address, step, into=root, emit=emit)
         except records.FaultError as error:

@@ -111,6 +111,58 @@ def test_a_manager_that_lost_its_disk_empties_no_mirror(tmp_path, events):
     assert not events.of("mirror_failed")
 
 
+def _flip(step):
+    """One bit of the leaf that each step has for itself."""
+    file = step / "state/moving/c/0/0"
+    file.chmod(0o600)
+    data = bytearray(file.read_bytes())
+    data[5] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("other_copy", "restored_step"),
+    [("whole", 3), ("damaged", 2), ("unreachable", 2), ("another root's", 2)],
+)
+def test_what_is_damaged_here_comes_back(tmp_path, events, other_copy, restored_step):
+    root, target = tmp_path / "root", tmp_path / "mirror"
+
+    def open_manager():
+        return manager.CheckpointManager(
+            root, layout="files", mirror=str(target), emit=events
+        )
+
+    with open_manager() as checkpoints:
+        for step in (1, 2, 3):
+            assert checkpoints.save(step, _state(step), force=True)
+    _flip(root / "3")
+    if other_copy == "damaged":
+        _flip(target / "3")
+    elif other_copy == "unreachable":
+        target.rename(tmp_path / "elsewhere")
+        target.write_text("where a folder should be")
+    elif other_copy == "another root's":
+        (root / "mirror-id").write_text("0" * 32)
+    with open_manager() as checkpoints:
+        restored = checkpoints.restore(_state(0))
+    assert restored.step == restored_step
+    assert _same(restored.state, _state(restored_step))
+    assert checkpoints.steps() == [1, 2, 3][:restored_step]
+    assert (root / "3.quarantined-1").is_dir()
+    fetched = [event["step"] for event in events.of("mirror_fetch")]
+    assert fetched == ([3] if restored_step == 3 else [])
+    reasons = [event["reason"] for event in events.of("mirror_failed")]
+    if other_copy == "damaged":
+        assert "state/moving/c/0/0 has changed" in reasons[0]
+    elif other_copy == "unreachable":
+        assert "mirror: Not a directory" in reasons[0]
+    # What lay aside before is nobody's any more: a run may have gone another way.
+    if restored_step == 3:
+        shutil.rmtree(root / "3")
+        with open_manager() as checkpoints:
+            assert checkpoints.restore(_state(0)).step == 2
+
+
 @pytest.mark.slow
 def test_training_goes_on_from_an_object_store(tmp_path, s3, events):
     root = tmp_path / "root"
