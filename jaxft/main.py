@@ -52,7 +52,7 @@ from jaxft.metrics import writers
 from jaxft.metrics.report import Summary
 from jaxft.records import ExitCode, Fault, FaultError, FaultKind
 from jaxft.recovery.supervisor import Launch, Outcome, Supervisor
-from jaxft.recovery.workdir import WorkdirLock, absolute
+from jaxft.recovery.workdir import WorkdirLock, absolute, give_back_all
 from jaxft.recovery.worker_link import SupervisorLink
 
 # A supervisor's last word to its worker: the descriptor that it finds the rest in.
@@ -86,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(str(error), error.fault.exit_code)
     except KeyboardInterrupt as error:
         # Outside of what listens: while it parses, waits for the lock, or at the end.
+        give_back_all()
         return _refuse(f"stopped by {error or 'SIGINT'}", ExitCode.STOPPED)
 
 
@@ -163,6 +164,7 @@ def _work_for_supervisor(fd: int) -> int:
         log,
         attempt=launch.attempt,
         cache=launch.cache,
+        committed_step=launch.committed_step,
         start_secs=started,
         close=close,
     )
@@ -192,6 +194,7 @@ def _live(
     *,
     attempt: int = 0,
     cache: str = "keep",
+    committed_step: int = -1,
     start_secs: float | None = None,
     close: Callable[[Fault | None, bool], None],
 ) -> ExitCode:
@@ -225,6 +228,7 @@ def _live(
                 stops=stops,
                 attempt=attempt,
                 cache=cache,
+                committed_step=committed_step,
             )
             entered = lambda: worker.entered
             _, ending = worker.live()

@@ -2,9 +2,11 @@
 
 import os
 import pathlib
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 
 # Before jax is imported: a test run never takes an accelerator unless asked to.
@@ -14,8 +16,25 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 # Orbax asks for an event loop per thread; grain and absl write to stderr.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-
 import pytest
+
+
+_PROGRAMS = pytest.StashKey[str]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What one test has compiled serves the others, in all processes of a session."""
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return  # The user's; or, in a worker of xdist, its parent's.
+    config.stash[_PROGRAMS] = tempfile.mkdtemp(prefix="jaxft-programs-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = config.stash[_PROGRAMS]
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if folder := config.stash.get(_PROGRAMS, ""):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -103,7 +103,14 @@ def test_a_worker_goes_on_where_another_ended(tmp_path: pathlib.Path) -> None:
     assert [e["step"] for e in events if e["kind"] == "step"] == list(range(1, 21))
 
 
-@pytest.mark.parametrize("shape", [(8, 1, 1), (1, 8, 1), (2, 2, 2)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param((8, 1, 1), marks=pytest.mark.slow),
+        pytest.param((1, 8, 1), marks=pytest.mark.slow),
+        (2, 2, 2),
+    ],
+)
 def test_meshes_give_the_same_losses(
     tmp_path: pathlib.Path, shape: tuple[int, int, int], full: bool
 ) -> None:
@@ -245,7 +252,14 @@ def test_facts_tell_configs_and_corpora_apart(tmp_path: pathlib.Path) -> None:
     assert parts.facts == facts[0]
 
 
-@pytest.mark.parametrize("shape", [(1, 8, 1), (2, 4, 1), (2, 2, 2)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param((1, 8, 1), marks=pytest.mark.slow),
+        pytest.param((2, 4, 1), marks=pytest.mark.slow),
+        (2, 2, 2),
+    ],
+)
 def test_sharded_parameters_do_not_unshard_the_batch(
     tmp_path: pathlib.Path, shape: tuple[int, int, int]
 ) -> None:

@@ -37,6 +37,7 @@ _SETTINGS = (
     "jax_compilation_cache_dir",
     "jax_persistent_cache_min_compile_time_secs",
     "jax_persistent_cache_min_entry_size_bytes",
+    "jax_persistent_cache_enable_xla_caches",
 )
 
 
@@ -77,6 +78,10 @@ class CompileCache:
         self._before = {name: getattr(jax.config, name) for name in _SETTINGS}
         is_on = self._mode != "off" and not problem
         values = (True, str(self._folder), 0.0, -1) if is_on else (False,)
+        if is_on and device.platform != "gpu":
+            # JAX hashes the folder of the GPU's autotuning cache with each program:
+            # a workdir that was moved, or is mounted elsewhere, would compile anew.
+            values = (*values, "none")
         for name, value in zip(_SETTINGS, values, strict=False):
             jax.config.update(name, value)
         # JAX keeps the first folder that it was given until told to look again.

@@ -12,17 +12,18 @@ that: the file may be removed by somebody who takes it for stale.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
 import pathlib
 import shlex
+import signal
 import socket
 import sys
 import time
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxft.records import Fault, FaultError, FaultKind
@@ -78,13 +79,12 @@ class WorkdirLock:
         _held.add(lock)
         try:
             start = clock()
-            while not lock._try_lock():
+            while not lock._take():
                 owner = lock._owner()
                 patience = _patience(owner, takeover_secs=takeover_secs)
                 if clock() - start >= patience:
                     raise _in_use(lock.workdir, owner)
                 sleep(_RETRY_SECS)
-            lock._write_owner()
         except OSError as error:
             lock.release(undo=True)
             raise _unusable(lock.workdir, error.strerror or str(error)) from error
@@ -121,10 +121,11 @@ class WorkdirLock:
         """
         if undo:
             self._undo()
-        for fd in self.filenos():
-            os.close(fd)
+        fds = self.filenos()
         self._fd = self._folder_fd = -1
+        _close(*fds)
         self._made = []
+        _held.discard(self)
 
     def __enter__(self) -> WorkdirLock:
         return self
@@ -152,6 +153,14 @@ class WorkdirLock:
             raise _unusable(self.workdir, "it is not a folder")
         if not os.access(self.workdir, os.W_OK | os.X_OK):
             raise _unusable(self.workdir, "it is not writable")
+
+    def _take(self) -> bool:
+        """Takes the lock if it is free; a signal waits until it is known what we made."""
+        with _undisturbed():
+            taken = self._try_lock()
+            if taken:
+                self._write_owner()
+            return taken
 
     def _try_lock(self) -> bool:
         # Each time: a start that was refused may have removed what it had made.
@@ -227,7 +236,23 @@ class WorkdirLock:
 
 
 # Those that may be held by this process.
-_held: weakref.WeakSet[WorkdirLock] = weakref.WeakSet()
+_held: set[WorkdirLock] = set()
+
+
+def give_back_all() -> None:
+    """Undoes a start that a signal has ended before anybody was there to release."""
+    for lock in list(_held):
+        lock.release(undo=True)
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    stops = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, stops)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _let_go_in_child() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,13 +37,32 @@ SMALL = {
 }
 
 
-class Command:
-    """One `python -m jaxft.main` on one workdir."""
+# What earlier commands of this session have compiled, in all its processes.
+PROGRAMS = pathlib.Path(os.environ["JAX_COMPILATION_CACHE_DIR"], "commands")
 
-    def __init__(self, workdir: pathlib.Path, settings: dict[str, Any]):
+
+class Command:
+    """One `python -m jaxft.main` on one workdir.
+
+    Its compile cache is warm, as after a restart, unless the workdir is to be `cold`.
+    """
+
+    def __init__(self, workdir: pathlib.Path, settings: dict[str, Any], *, cold: bool):
         self.workdir = workdir
         self.settings = SMALL | settings
         self.process: subprocess.Popen[str] | None = None
+        self._cache = workdir / "compile_cache"
+        self.is_cold = cold
+
+    def keep_programs(self) -> None:
+        """Adds what was compiled here to what the next commands begin with."""
+        for path in self._cache.glob("*/*-cache"):
+            kept = PROGRAMS / path.relative_to(self._cache)
+            if not kept.exists():
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                new = kept.with_name(f".{os.getpid()}")
+                shutil.copyfile(path, new)
+                new.rename(kept)
 
     def argv(self, *words: str) -> list[str]:
         return [
@@ -54,6 +74,9 @@ class Command:
         ]
 
     def start(self, *words: str) -> subprocess.Popen[str]:
+        if not self.is_cold and PROGRAMS.is_dir():
+            shutil.copytree(PROGRAMS, self._cache, dirs_exist_ok=True)
+        self.is_cold = True  # What follows finds what it finds.
         self.process = subprocess.Popen(
             self.argv(*words),
             stdout=subprocess.PIPE,
@@ -132,7 +155,11 @@ class Command:
 def environment() -> dict[str, str]:
     """One CPU device, as on a newcomer's machine; this checkout first."""
     left_out = ("JAX_NUM_CPU_DEVICES", "JAX_NUMPY_RANK_PROMOTION", "XLA_FLAGS")
-    kept = {k: v for k, v in os.environ.items() if k not in left_out}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in left_out and "_CACHE_" not in name
+    }
     return kept | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPO)}
 
 
@@ -141,14 +168,15 @@ def command(tmp_path: pathlib.Path) -> Iterator[Callable[..., Command]]:
     """Makes commands; whatever is still running at the end is killed."""
     made: list[Command] = []
 
-    def make(name: str = "run", **settings: Any) -> Command:
+    def make(name: str = "run", *, cold: bool = False, **settings: Any) -> Command:
         plain = {path.replace("__", "."): value for path, value in settings.items()}
-        made.append(Command(tmp_path / name, plain))
+        made.append(Command(tmp_path / name, plain, cold=cold))
         return made[-1]
 
     yield make
     for one in made:
         one.kill_group()
+        one.keep_programs()
         for event in one.events("launch"):
             # A worker that outlived its supervisor would be a bug of its own.
             assert not _is_alive(event["worker_pid"], one.workdir)

@@ -22,6 +22,7 @@ def snapshot(folder: pathlib.Path) -> dict[str, bytes]:
 
 
 def refused(run: Any, expected: str, *words: str) -> None:
+    run.is_cold = True  # Nothing but the command itself touches the workdir.
     before = snapshot(run.workdir) if run.workdir.exists() else None
     status, out, err = run.run(*words)
     assert status == 78, (out, err)

@@ -52,7 +52,7 @@ def test_stop_while_training_saves_and_resumes(
 
 def test_stop_before_the_first_step_leaves_at_once(command: Any, full: bool) -> None:
     for index, delay_secs in enumerate([0.1, 0.8, 1.6, 2.4] if full else [0.3, 1.8]):
-        run = command(f"early{index}")
+        run = command(f"early{index}", cold=True)
         process = run.start()
         run.wait_for((run.workdir / "lock").exists)
         time.sleep(delay_secs)
@@ -71,7 +71,7 @@ def test_ctrl_c_during_the_start_is_a_stop_in_words(
 ) -> None:
     delays = [0.0, 0.05, 0.2, 0.5, 1.0, 2.0, 3.0] if full else [0.0, 0.5, 2.0]
     for index, delay_secs in enumerate(delays):
-        run = command(f"early{index}")
+        run = command(f"early{index}", cold=True)
         process = run.start(f"--role={role}")
         run.wait_for((run.workdir / "lock").exists)
         time.sleep(delay_secs)
@@ -119,7 +119,7 @@ def test_a_stop_before_the_start(
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_stop_while_it_waits_for_the_lock(command: Any, name: str) -> None:
-    run = command("waiting")
+    run = command("waiting", cold=True)
     run.workdir.mkdir()
     with (run.workdir / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

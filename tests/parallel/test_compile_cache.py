@@ -77,6 +77,9 @@ def test_the_second_process_is_served(tmp_path: pathlib.Path) -> None:
         assert f"-{package}{importlib.metadata.version(package)}-" in name
     assert compile_once(tmp_path)[0] > 0
     assert compile_once(tmp_path, "off") == (0, "")
+    moved = tmp_path / "moved"
+    shutil.copytree(tmp_path / "cache", moved / "cache")
+    assert compile_once(moved)[0] > 0
     # A fresh folder: nothing is served, and the old one stays beside it.
     assert compile_once(tmp_path, "fresh")[0] == 0
     assert len(list((tmp_path / "cache").iterdir())) == 2

@@ -11,10 +11,12 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 
 from jaxft.records import FaultError, FaultKind
+from jaxft.recovery import workdir
 from jaxft.recovery.workdir import WorkdirLock
 
 OWNER = """
@@ -372,3 +374,45 @@ def test_a_folder_without_permission(tmp_path):
     kind, text = refusal(tmp_path / "run")
     assert kind is FaultKind.CONFIG
     assert "not writable" in text
+
+
+def test_a_signal_at_any_line_of_a_start_leaves_nothing_behind(
+    tmp_path: pathlib.Path,
+) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        counts = [_interrupt_at(tmp_path / f"{k}" / "run", k) for k in range(1, 200)]
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert min(counts) == 1
+    assert max(counts) < 199  # Each line had its turn.
+
+
+def _interrupt_at(folder: pathlib.Path, k: int) -> int:
+    """A real signal at the k-th line of a start; how many lines there were."""
+    count = 0
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal count
+        if frame.f_code.co_filename != workdir.__file__:
+            return None
+        if event == "line":
+            count += 1
+            if count == k:
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        with WorkdirLock.acquire(folder):
+            sys.settrace(None)
+            assert folder.is_dir()
+    except KeyboardInterrupt:
+        sys.settrace(None)
+        workdir.give_back_all()
+        assert not folder.parent.exists()
+    finally:
+        sys.settrace(None)
+    with WorkdirLock.acquire(folder):
+        pass
+    return count
