@@ -79,6 +79,7 @@ class Worker:
         stops: requests to stop.
         attempt: workers that this command started before.
         cache: `keep`, `off` or `fresh`: what to do with the compile cache.
+        committed_step: newest step that those workers committed; -1 for none.
 
     Attributes:
         entered: whether the preflight is over and the workdir was written to.
@@ -93,6 +94,7 @@ class Worker:
         stops: StopRequests,
         attempt: int = 0,
         cache: str = "keep",
+        committed_step: int = -1,
     ):
         self.entered = False
         self._config = config
@@ -100,6 +102,8 @@ class Worker:
         self._log = log
         self._stops = stops
         self._attempt = attempt
+        self._committed_step = committed_step
+        self._was_used = (workdir / "config.json").exists()
         mode = cache if config.compile.cache else "off"
         self._cache = CompileCache(workdir / "compile_cache", mode=mode, emit=log)
         self._loop: Loop | None = None
@@ -269,9 +273,7 @@ class Worker:
         self._log("phase", name="restore")
         restored = parts.manager.restore(parts.train_step.abstract_state, check=_damage)
         if restored is None:
-            self._log("phase", name="init")
-            progress.note("a fresh start: compiling")
-            return self._init(parts), -1, -1
+            return self._begin(parts, progress), -1, -1
         changes = self._compare(parts, restored.run)
         # Those that change no numbers need no permission, but are told.
         saved = restored.run.get("config", {})
@@ -310,6 +312,25 @@ class Worker:
         progress.note(f"resuming at step {restored.step}{origin}")
         evaluated = restored.step if restored.metrics else -1
         return restored.state, restored.step, evaluated
+
+    def _begin(self, parts: Parts, progress: ProgressLine) -> TrainState:
+        """The state of step 0, if there never was another one.
+
+        Raises:
+            FaultError: kind NO_CHECKPOINT: this very command has saved a step.
+        """
+        root = parts.manager.root
+        if self._committed_step >= 0:
+            text = (
+                f"step {self._committed_step} was saved, and {root} holds no step now: "
+                "put it back; a new start of the command begins anew"
+            )
+            kind, step = FaultKind.NO_CHECKPOINT, self._committed_step
+            raise FaultError(Fault(kind=kind, step=step, evidence=text))
+        self._log("phase", name="init")
+        why = f"{root} holds no step: " if self._was_used else ""
+        progress.note(f"{why}a fresh start: compiling")
+        return self._init(parts)
 
     def _init(self, parts: Parts) -> TrainState:
         """The state of step 0, with the parameters of another run if asked to."""

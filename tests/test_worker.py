@@ -15,7 +15,7 @@ import pytest
 import jaxft
 from jaxft import config as configs
 from jaxft import settings, worker
-from jaxft.checkpoint import decisions, manager
+from jaxft.checkpoint import decisions, run_record
 from jaxft.config import Config, ConfigError, Corpus, ResumeMode, Schedule
 from jaxft.events import EventLog, read_events
 from jaxft.faults.preemption import StopRequests
@@ -153,14 +153,34 @@ def test_a_rollback_goes_on_from_its_step_without_the_skipped_batches(
     jaxft.run(small(4), workdir=tmp_path / "run")
     restored = [event["step"] for event in _events(tmp_path / "run", "restore")]
     assert restored == [2, 2]
-    record = manager.run_record.read_record(str(root / "4"))
+    record = run_record.read_record(str(root / "4"))
     assert record["timeline"] == 1
     assert record["data"]["skipped"] == [[2, 4]]
     # The windows are in the data position now: a further start adds nothing.
     jaxft.run(small(6), workdir=tmp_path / "run")
-    record = manager.run_record.read_record(str(root / "6"))
+    record = run_record.read_record(str(root / "6"))
     assert record["data"]["skipped"] == [[2, 4]]
     assert (root / "4.abandoned-t0").is_dir()
+
+
+def test_what_this_command_has_saved_is_no_fresh_start(tmp_path: pathlib.Path) -> None:
+    config = settings.lock(configs.resolve(small(1)))
+    with WorkdirLock.acquire(tmp_path / "run") as lock:
+        log = EventLog(lock.workdir / "events", role="worker")
+        with StopRequests(config.preemption, emit=log) as stops:
+            one = worker.Worker(
+                config,
+                workdir=lock.workdir,
+                log=log,
+                stops=stops,
+                attempt=1,
+                committed_step=7,
+            )
+            with pytest.raises(FaultError, match="step 7 was saved, and .* no step now"):
+                one.live()
+    (fault,) = _events(tmp_path / "run", "fault")
+    assert (fault["exit_code"], fault["step"]) == (66, 7)
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 @pytest.mark.slow

@@ -229,6 +229,7 @@ class Supervisor:
                 lock_fds=self._lock.filenos() if self._lock else (),
                 more_fds=self._more_fds,
                 cache=cache,
+                committed_step=self._committed_step,
                 env=self._env,
                 hear=self._hear,
             )

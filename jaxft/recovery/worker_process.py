@@ -33,6 +33,7 @@ class Launch:
         parent_fd: descriptor whose end of file means that the supervisor is gone.
         lock_fds: descriptors that the workdir's lock lives in.
         cache: how it must use the compile cache.
+        committed_step: newest step that is known to be committed; -1 for none.
     """
 
     attempt: int
@@ -40,6 +41,7 @@ class Launch:
     parent_fd: int
     lock_fds: tuple[int, ...]
     cache: CacheMode
+    committed_step: int = -1
 
 
 class WorkerProcess:
@@ -56,6 +58,7 @@ class WorkerProcess:
         lock_fds: descriptors that the workdir's lock lives in; it inherits them.
         more_fds: others that it inherits.
         cache: how it must use the compile cache.
+        committed_step: newest step that is known to be committed; -1 for none.
         env: its environment; None for this process's own.
         hear: is given each of its events.
 
@@ -71,6 +74,7 @@ class WorkerProcess:
         lock_fds: Sequence[int],
         more_fds: Sequence[int],
         cache: CacheMode,
+        committed_step: int,
         env: Mapping[str, str] | None,
         hear: Callable[[events.Event], None],
     ):
@@ -85,6 +89,7 @@ class WorkerProcess:
             parent_fd=parent_out,
             lock_fds=tuple(lock_fds),
             cache=cache,
+            committed_step=committed_step,
         )
         try:
             self.process = subprocess.Popen(

@@ -81,6 +81,28 @@ def test_supervisor_killed_and_started_again_at_once(command: Any, same: Any) ->
     same(run, reference, 200)
 
 
+@pytest.mark.slow
+def test_a_store_that_goes_while_it_runs_is_no_fresh_start(command: Any) -> None:
+    run = command("gone", train__num_steps=100_000)
+    run.start()
+    run.wait_for(lambda: run.events("save_commit"))
+    pid = run.events("launch")[-1]["worker_pid"]
+    os.kill(pid, signal.SIGSTOP)
+    root = run.workdir / "checkpoints"
+    root.rename(run.workdir / "elsewhere")
+    os.kill(pid, signal.SIGKILL)
+    code, out, err = run.finish()
+    assert code == 66, (out, err)
+    assert f"was saved, and {root} holds no step now" in err
+    assert "no usable checkpoint" in out
+    assert not root.exists()
+    # The same command, given by a person, may begin anew, and says that it does.
+    run.settings["train.num_steps"] = 5
+    code, out, err = run.run()
+    assert code == 0, (out, err)
+    assert f"{root} holds no step: a fresh start" in err
+
+
 BROKEN = """
 import numpy as np
 from jaxft.data.sources import Sources

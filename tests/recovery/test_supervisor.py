@@ -66,6 +66,19 @@ def test_killed_workers_are_restarted(make_run):
     assert [d["budget_left"] for d in decisions] == [5, 4, 3, 3]
 
 
+def test_a_worker_is_told_what_was_committed_before_it(make_run):
+    run = make_run(
+        """
+        if attempt == 2:
+            finish()
+        emit("save_commit", step=7 - attempt)
+        die()
+        """
+    )
+    assert run.run().exit_code == 0
+    assert [launch.committed_step for launch in run.launches] == [-1, 7, 7]
+
+
 def test_loss_of_time_spans_workers_that_die_before_a_step(make_run):
     run = make_run(
         """
