@@ -186,6 +186,8 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
             written = [*metadatas, *await self._write(snapshot)]
             written += await _linked_metadatas(linked, self._links)
             await infos[0].await_path_creation()
+            # Each makes the folder: the primary one may fail before it comes to that.
+            self._metadatas.set_primary_host(None)
             await self._metadatas.write(
                 checkpoint_dir=infos[0].parent_dir,
                 array_metadatas=written,

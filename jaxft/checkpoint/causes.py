@@ -40,11 +40,27 @@ _REMEDIES = {
 }
 
 
+class PeerError(Exception):
+    """What is done together has failed in another process.
+
+    Attributes:
+        process: its index.
+        cause: of its failure, in its own words.
+    """
+
+    def __init__(self, process: int, cause: str):
+        super().__init__(cause)
+        self.process = process
+        self.cause = cause
+
+
 def cause(error: BaseException) -> str:
     """The kind of a failure, in two words; also out of the text of C++ errors.
 
     For a fault it is the fault's own first line, for what is unknown the type.
     """
+    if (peer := of_peer(error)) is not None:
+        return peer.cause
     found = chain(error)
     for names in (_CAUSES, _VAGUE_CAUSES):
         for link in found:
@@ -60,6 +76,11 @@ def cause(error: BaseException) -> str:
     if isinstance(error, records.FaultError):
         return records.first_line(error)
     return type(error).__name__
+
+
+def of_peer(error: BaseException) -> PeerError | None:
+    """The failure of another process that is behind this one."""
+    return next((e for e in chain(error) if isinstance(e, PeerError)), None)
 
 
 def remedy(error: BaseException, *, root: str) -> str:

@@ -23,6 +23,7 @@ import json
 import os
 import pathlib
 import re
+import tempfile
 from collections.abc import Iterable, Sequence
 
 from jaxft import records
@@ -284,6 +285,18 @@ def make_root(root: str) -> None:
     os.makedirs(root, exist_ok=True)
     for new in reversed(missing):
         sync_folder(new.parent)
+
+
+def try_folders(step_path: str, items: Iterable[str]) -> None:
+    """Makes the folders that a step needs and takes them away again.
+
+    Raises:
+        OSError: it could not.
+    """
+    root, name = os.path.split(step_path)
+    with tempfile.TemporaryDirectory(dir=root, prefix=f"{name}{TMP_MARK}-") as folder:
+        for item in items:
+            os.mkdir(os.path.join(folder, item))
 
 
 def quarantine(path: str) -> str:

@@ -18,6 +18,9 @@ is never silent: `error()` tells a caller who polls, the next save raises it to 
 does not, `wait` and `close` raise it until a later save has committed. With
 `on_save_error="warn"` or `"retry(n)"` the first two keep still as long as the policy
 bears it; `wait` and `close` never do.
+
+Several processes call the same methods at the same places. Whether a save begins, is
+skipped or raises is then the same for all; a failure is known to all soon after it.
 """
 
 from __future__ import annotations
@@ -44,7 +47,6 @@ from jaxft.checkpoint import (
     options,
     policies,
     retention,
-    run_record,
     space,
     together,
 )
@@ -88,7 +90,6 @@ class CheckpointManager:
 
     Attributes:
         root: the absolute root.
-        num_skipped: periodic saves that came due while one was in flight.
 
     Raises:
         ConfigError: a policy, the root or another setting cannot be used; `secs` with
@@ -117,7 +118,6 @@ class CheckpointManager:
         timer: Callable[[], float] = time.monotonic,
     ):
         self.root = options.checked_root(root, timeout_secs=timeout_secs)
-        self.num_skipped = 0
         self._save_policy = policies.parse_save(save, num_processes=jax.process_count())
         self._keep_policy = policies.parse_keep(keep)
         self._timeout_secs = timeout_secs
@@ -187,7 +187,8 @@ class CheckpointManager:
 
     def maybe_save(self, step: int, state: PyTree, **content: Any) -> bool:
         """Saves when the policy says so; see `save`. Whether a save began."""
-        self._saves.raise_news()
+        if jax.process_count() == 1:  # Several raise together, where one is due.
+            self._saves.raise_news()
         return self.should_save(step) and self.save(step, state, **content)
 
     def save(
@@ -227,25 +228,16 @@ class CheckpointManager:
             ValueError: the label is not the state's step, a newer step exists, or not
                 all processes share the root (`ConfigError`).
         """
-        if not force:
-            self._saves.raise_news()
         check_label(step, state)
-        if (flying := self.in_flight) is not None:
-            if not force:
-                if flying != step:
-                    self.num_skipped += 1
-                    self._last_secs = self._timer()  # not again at every border
-                    reason = f"step {flying} is still being saved"
-                    self._emit("save_skipped", step=step, reason=reason)
-                return False
-            self._saves.wait_for_flight(
-                self._timeout_secs if timeout_secs is None else timeout_secs
-            )
+        wait_secs = self._timeout_secs if timeout_secs is None else timeout_secs
+        if not self._saves.may_begin(step, force=force, timeout_secs=wait_secs):
+            self._last_secs = self._timer()  # not again at every border
+            return False
         content = {"data": data, "run": run, "metrics": metrics}
         try:
-            if not self._planner.make_way(step):
+            self._planner.agree()
+            if not self._begin(step, state, content=content):
                 return False
-            self._begin(step, state, content=content)
         except (OSError, records.FaultError) as error:
             # Whatever else `_begin` meets comes here as one of the first kind.
             refusal = self._saves.refuse(step, error)
@@ -256,37 +248,33 @@ class CheckpointManager:
         self._metrics.look(step, metrics or {})
         return True
 
-    def _begin(self, step: int, state: PyTree, *, content: dict[str, Any]) -> None:
-        """Takes the snapshot and lets it be written.
+    def _begin(self, step: int, state: PyTree, *, content: dict[str, Any]) -> bool:
+        """Takes the snapshot and lets it be written; False when it is there already.
 
         Raises:
             OSError: it could not begin.
-            LeafError: see `save`.
+            FaultError: the root cannot be understood, or another process could not.
+            ValueError: see `save`.
         """
         start = time.monotonic()
-        record = run_record.make_record(
-            step,
-            time_secs=self._clock(),
-            state=None,
-            timeline=max(self._timeline, decisions.read(self.root).timeline),
-            has_manifest=True,
-            **content,
-        )
-        try:
-            stored, record["state"] = leaves.encode(state)
-            layout.make_root(self.root)
-            planning = time.monotonic()
-            plan = self._planner.plan(step, state=state, record=record)
-            planning_secs = time.monotonic() - planning
+        record: dict[str, Any] = {}
+        plan, stored, planning_secs = None, None, 0.0
+        with together.same_end(f"begin to save step {step}"):
+            if self._planner.make_way(step):
+                record |= self._planner.record(
+                    step, time_secs=self._clock(), timeline=self._timeline, **content
+                )
+                with self._saves.cleaning(step):
+                    stored, record["state"] = leaves.encode(state)
+                    planning = time.monotonic()
+                    plan = self._planner.plan(step, state=state, record=record)
+                    planning_secs = time.monotonic() - planning
+        if together.where(plan is None) or plan is None:
+            if plan is not None:
+                self._planner.end(plan, committed=False)
+            return False
+        with self._saves.cleaning(step):
             write = self._planner.start(plan, stored, record=record)
-        except layout.LeafError:
-            raise
-        except Exception as error:
-            # TensorStore's are of many kinds, and so are those of a full device.
-            self._saves.clean_failed(layout.step_path(self.root, step))
-            if isinstance(error, OSError):
-                raise
-            raise OSError(records.first_line(error)) from error
         self._emit(
             "save_start",
             step=step,
@@ -301,6 +289,7 @@ class CheckpointManager:
             verdict=functools.partial(self._planner.verdict, plan),
             on_end=functools.partial(self._end, plan),
         )
+        return True
 
     # --- in the background ----------------------------------------------------
 
@@ -429,6 +418,11 @@ class CheckpointManager:
     def last_committed(self) -> int | None:
         """The newest committed step that this manager knows; None before any."""
         return self._saves.last_committed
+
+    @property
+    def num_skipped(self) -> int:
+        """Periodic saves that came due while one was in flight."""
+        return self._saves.num_skipped
 
     @property
     def in_flight(self) -> int | None:

@@ -35,6 +35,7 @@ from jaxft.checkpoint import (
     layout,
     leaves,
     manifest,
+    peers,
     quiet,
     run_record,
 )
@@ -144,8 +145,15 @@ class Write:
         path: the step's folder.
     """
 
-    def __init__(self, path: str, checkpointer: ocp.AsyncCheckpointer):
+    def __init__(
+        self,
+        path: str,
+        checkpointer: ocp.AsyncCheckpointer,
+        *,
+        others: peers.Peers | None = None,
+    ):
         self.path = path
+        self._others = others
         self._error: BaseException | None = None
         self._over = threading.Event()
         self._start = time.monotonic()
@@ -160,7 +168,7 @@ class Write:
             if not os.path.isdir(self.path):
                 raise FileNotFoundError(errno.ENOENT, "it did not commit", self.path)
         except BaseException as error:
-            self._error = error
+            self._error = self._others.tell(error) if self._others else error
         # The save is over, well or not; what closing says about it comes too late.
         with contextlib.suppress(Exception):
             checkpointer.close()
@@ -234,8 +242,11 @@ def write_async(
         item, file = manifest.MANIFEST_ITEM, manifest.MANIFEST_FILE
         handlers[item] = ocp.JsonCheckpointHandler(filename=file)
         items[item] = ocp.args.JsonSave({})
+    barrier = ocp.multihost.get_barrier_sync_fn()
+    others = peers.Peers(path, barrier=barrier)
     async_options = ocp.options.AsyncOptions(
         timeout_secs=max(1, int(-(-timeout_secs // 1))),
+        barrier_sync_fn=others.meet,
         # Made in a thread of their own they save a millisecond; but what is written
         # before this returns would race with them, and where that thread fails the
         # others wait for it up to Orbax's own time-out.
@@ -252,13 +263,14 @@ def write_async(
     quiet.begin()
     try:
         checkpointer.save(path, args=ocp.args.Composite(**items))
-    except BaseException:
+    except BaseException as error:
+        others.tell(error)
         with contextlib.suppress(Exception):
             checkpointer.close()
         quiet.drain()
         quiet.end()
         raise
-    return Write(path, checkpointer)
+    return Write(path, checkpointer, others=others)
 
 
 def _state_handler(

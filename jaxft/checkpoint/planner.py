@@ -156,12 +156,10 @@ class SavePlanner:
         """Whether the step is to be written; takes away what would be in its way.
 
         Raises:
-            ConfigError: the processes do not share the root.
             ValueError: a newer step is there.
             FaultError: the root cannot be understood.
             OSError: it cannot be read or changed.
         """
-        self.agree()
         found = decisions.discover(self._root)
         if found.abandoned:
             decisions.finish(self._root, emit=self._emit)
@@ -172,14 +170,15 @@ class SavePlanner:
                 f"cannot save step {step} into {self._root}: step {found.steps[-1]} is "
                 "newer and would be resumed from; restore it, or use another folder"
             )
-        if not self._is_tidy and jax.process_index() == 0:
+        is_primary = jax.process_index() == 0
+        if not self._is_tidy and is_primary:
             # Before the first save nothing unfinished is ours, and it may be all the
-            # room that there is; see `check`.
+            # room that there is; see `check`. Nor is it after one that several failed.
             for path, of_step in found.unfinished:
                 retention.delete(of_step, path=path, emit=self._emit)
         self._is_tidy = True
         path = layout.step_path(self._root, step)
-        if os.path.lexists(path):
+        if is_primary and os.path.lexists(path):
             aside = layout.quarantine(path)
             reason = "not a checkpoint, and in the way of one"
             self._emit("quarantine", step=step, path=aside, reason=reason)
@@ -187,16 +186,47 @@ class SavePlanner:
 
     # --- one save ---------------------------------------------------------------
 
+    def record(
+        self, step: int, *, timeline: int, time_secs: float, **content: Any
+    ) -> dict[str, Any]:
+        """The run record of a save, but for its `state`.
+
+        Args:
+            step: the label.
+            timeline: the one that was restored.
+            time_secs: when, in seconds since the epoch.
+            **content: what else the caller keeps with the state.
+
+        Raises:
+            FaultError: the decisions about the root cannot be understood.
+        """
+        return run_record.make_record(
+            step,
+            time_secs=time_secs,
+            state=None,
+            timeline=max(timeline, decisions.read(self._root).timeline),
+            has_manifest=True,
+            **content,
+        )
+
     def plan(
         self, step: int, *, state: PyTree, record: Mapping[str, Any]
     ) -> proof.Proof:
-        """Chooses how a state is written.
+        """Chooses how a state is written, and makes the root for it.
 
         Args:
             step: the label.
             state: what is saved.
             record: its run record.
+
+        Raises:
+            OSError: that is not possible.
         """
+        layout.make_root(self._root)
+        if jax.process_count() > 1 and jax.process_index() == 0:
+            # Where Orbax cannot, the others wait for it without limit.
+            items = (layout.STATE_ITEM, layout.RUN_ITEM, manifests.MANIFEST_ITEM)
+            layout.try_folders(layout.step_path(self._root, step), items)
         arrays = ArrayOptions(
             layout=self._choose_layout(record).value,
             codec=self._options.codec.value,
@@ -353,6 +383,7 @@ class SavePlanner:
 
     def end(self, one: proof.Proof, *, committed: bool) -> None:
         """Keeps what the next save needs to know about this one."""
+        self._is_tidy = self._is_tidy and (committed or jax.process_count() == 1)
         if committed and one.manifest is not None:
             with contextlib.suppress(OSError):
                 stamp = _stamp(layout.step_path(self._root, one.step))

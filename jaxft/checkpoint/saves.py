@@ -10,15 +10,16 @@ and is no failed save: it is told, the last good step stays, and the run goes on
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 
 from jaxft import records
-from jaxft.checkpoint import causes, layout, orbax_io, policies
+from jaxft.checkpoint import causes, layout, orbax_io, policies, together
 from jaxft.checkpoint.proof import UnhealthyError
 
 
@@ -58,7 +59,10 @@ class Saves:
         root: the checkpoint root, absolute.
         timeout_secs: deadline of one save.
         errors: what a failed one means.
-        emit: told of commits and failures.
+        emit: told of commits, skips and failures.
+
+    Attributes:
+        num_skipped: saves that were not begun as one was in flight.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class Saves:
         errors: policies.SaveErrors,
         emit: records.Emit,
     ):
+        self.num_skipped = 0
         self._root = root
         self._timeout_secs = timeout_secs
         self._errors = errors
@@ -108,6 +113,42 @@ class Saves:
             return 0 < self._num_failed <= self._errors.num_retries
 
     # --- the way of one save --------------------------------------------------
+
+    def may_begin(self, step: int, *, force: bool, timeout_secs: float) -> bool:
+        """Whether no save is in flight; the same in all processes.
+
+        They need not see an end at the same time: who began alone, or raised alone,
+        would leave the others waiting in a collective.
+
+        Args:
+            step: what is to be saved.
+            force: wait for the one in flight, and do not raise an earlier failure.
+            timeout_secs: how long to wait for that.
+
+        Raises:
+            FaultError: kind SAVE_FAILED: an earlier save failed, in some process, or
+                the one in flight is not over in time.
+        """
+        try:
+            with together.same_end(f"save step {step}"):
+                if force:
+                    self.wait_for_flight(timeout_secs)
+                else:
+                    self.raise_news()
+        except records.FaultError as error:
+            if error.fault.kind is records.FaultKind.SAVE_FAILED:
+                raise
+            raise self.refuse(step, error) from error
+        flying = self.in_flight
+        if not (busy := together.where(flying is not None)):
+            return True
+        if step not in (flying, self.last_committed):
+            self.num_skipped += 1
+            reason = f"step {flying} is still being saved"
+            if flying is None:
+                reason = f"process {busy[0]} has not ended the save before it"
+            self._emit("save_skipped", step=step, reason=reason)
+        return False
 
     def begin(
         self,
@@ -151,7 +192,7 @@ class Saves:
         bad = _unhealthy(error) if error is not None else flight.verdict()
         try:
             if error is not None and self._owns_leftovers(flight):
-                self.clean_failed(flight.write.path)
+                self._clean_failed(flight.write.path)
             self._end(flight, error, bad=bad)
         finally:
             # Whatever could not be told: nobody waits, and nothing stays pinned.
@@ -199,8 +240,28 @@ class Saves:
             return True
         return current.step != flight.step
 
-    def clean_failed(self, path: str) -> None:
-        """Gives back the space of a failed save."""
+    @contextlib.contextmanager
+    def cleaning(self, step: int) -> Iterator[None]:
+        """What fails on the way into a save leaves nothing, and is an OSError."""
+        try:
+            yield
+        except layout.LeafError:
+            raise
+        except Exception as error:
+            # TensorStore's are of many kinds, and so are those of a full device.
+            self._clean_failed(layout.step_path(self._root, step))
+            if isinstance(error, OSError):
+                raise
+            raise OSError(records.first_line(error)) from error
+
+    def _clean_failed(self, path: str) -> None:
+        """Gives back the space of a failed save.
+
+        Of several processes another may still write there: the next save, which no
+        other one is beside, does it.
+        """
+        if jax.process_count() > 1:
+            return
         try:
             orbax_io.remove_unfinished(path)
         except (OSError, records.FaultError) as error:
@@ -223,8 +284,11 @@ class Saves:
         if known is not None:
             resume = f"the same command goes on from step {known}"
         cause, detail = causes.cause(error), records.first_line(error)
+        peer = causes.of_peer(error)
+        process = jax.process_index() if peer is None else peer.process
+        where = f" in process {process}" if jax.process_count() > 1 else ""
         text = (
-            f"save of step {step} to {path} failed: {cause}; "
+            f"save of step {step} to {path} failed{where}: {cause}; "
             f"{causes.remedy(error, root=self._root)}; {resume}"
         )
         if detail != cause:
@@ -232,7 +296,7 @@ class Saves:
         return records.Fault(
             kind=records.FaultKind.SAVE_FAILED,
             step=step,
-            process=jax.process_index(),
+            process=process,
             evidence=text,
         )
 

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxft import config, records
-from jaxft.checkpoint import judge, manager, manifest, orbax_io, verify
+from jaxft.checkpoint import judge, manager, manifest, orbax_io, run_record, verify
 
 pytestmark = [
     pytest.mark.device,
@@ -320,7 +320,7 @@ def test_a_restore_reads_the_manifest_once_and_looks_at_each_file_once(
 def _old_step(root, step):
     """As a jaxft without manifests wrote it."""
     stored, types = manager.leaves.encode(_state(step))
-    record = manager.run_record.make_record(step, time_secs=0.0, state=types)
+    record = run_record.make_record(step, time_secs=0.0, state=types)
     root.mkdir(exist_ok=True)
     write = orbax_io.write_async(
         os.fspath(root / str(step)), stored, record=record, timeout_secs=60.0

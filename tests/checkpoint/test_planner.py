@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxft import records
-from jaxft.checkpoint import manager, manifest, planner
+from jaxft.checkpoint import manager, manifest, planner, run_record
 
 pytestmark = pytest.mark.device
 
@@ -28,7 +28,7 @@ def _checkpoints(root, **settings):
 
 def _plan(checkpoints, step):
     _, types = manager.leaves.encode(_state(step))
-    record = manager.run_record.make_record(step, time_secs=0.0, state=types)
+    record = run_record.make_record(step, time_secs=0.0, state=types)
     return checkpoints._planner.plan(step, state=_state(step), record=record)
 
 
