@@ -176,7 +176,7 @@ def test_what_this_command_has_saved_is_no_fresh_start(tmp_path: pathlib.Path) -
                 attempt=1,
                 committed_step=7,
             )
-            with pytest.raises(FaultError, match="step 7 was saved, and .* no step now"):
+            with pytest.raises(FaultError, match="step 7 was saved, and"):
                 one.live()
     (fault,) = _events(tmp_path / "run", "fault")
     assert (fault["exit_code"], fault["step"]) == (66, 7)
