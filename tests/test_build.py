@@ -114,7 +114,7 @@ def test_a_worker_goes_on_where_another_ended(tmp_path: pathlib.Path) -> None:
 def test_meshes_give_the_same_losses(
     tmp_path: pathlib.Path, shape: tuple[int, int, int], full: bool
 ) -> None:
-    num_steps = 100 if full else 30
+    num_steps = 100 if full else 12
     one = make(small(), tmp_path, devices=jax.devices()[:1])
     expected, _ = follow(one, one.train_step.init(), until=num_steps)
     one.iterator.close()

@@ -138,10 +138,10 @@ def test_less_is_kept_in_a_loop_and_as_much_as_in_a_scan():
     np.testing.assert_allclose(scan[1:], loop[1:], rtol=0.05)
 
 
-def test_scan_memory_is_ordered(full):
+@pytest.mark.slow
+def test_scan_memory_is_ordered():
     def temp_bytes(plan):
-        size = {"width": 128, "num_layers": 8} if full else {"width": 64}
-        model = _model(plan, **size)
+        model = _model(plan, width=128, num_layers=8)
         params = jax.eval_shape(model.init, jax.random.key(0)).params
         grads = jax.grad(_mean_loss(model, _batch(4, 64)))
         return jax.jit(grads).lower(params).compile().memory_analysis()
