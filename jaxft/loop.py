@@ -38,8 +38,11 @@ from jaxft.faults.nonfinite import NonfiniteRule
 from jaxft.faults.preemption import StopRequests
 from jaxft.metrics.meters import StepMeter, steps_per_sec
 from jaxft.metrics.writers import ProgressLine
-from jaxft.records import Control, Emit, Fault, FaultError, FaultKind
+from jaxft.records import Control, Emit, Fault, FaultError, FaultKind, first_line
 from jaxft.types import StepOutput, TrainState
+
+# How much later than those that read for it a process hears of a signal to all.
+_SIGNAL_SECS = 0.5
 
 
 class Ending(enum.StrEnum):
@@ -122,6 +125,10 @@ class Loop:
                 batch = next(parts.iterator)
             except StopWhileWaiting:
                 return self._leave(state, pending)
+            except Exception as error:
+                if not self._is_of_stop(error):
+                    raise
+                return self._leave(state, pending)
             placed, word = parts.train_step.place(batch, control=self._own_bits())
             state, output = self._step_fn(state, placed, word)
             self.step += 1
@@ -131,6 +138,22 @@ class Loop:
         self._flush()
         self._save_last(state)
         return state, Ending.FINISHED
+
+    def _is_of_stop(self, error: Exception) -> bool:
+        """Whether input ends as the run is asked to stop; the state is good then.
+
+        A signal to all processes ends those that read for us as well, and may reach
+        them first. Of several processes none can leave alone.
+        """
+        if jax.process_count() > 1:
+            return False
+        deadline = time.monotonic() + _SIGNAL_SECS
+        while self._stops.poll() is None:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        self._progress.note(f"step {self.step}: no more input: {first_line(error)}")
+        return True
 
     def _own_bits(self) -> Control:
         """What this process has to tell with the next step."""

@@ -1,5 +1,6 @@
 """The order of operations at a step border, and when the loop ends."""
 
+import threading
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -237,6 +238,24 @@ def test_a_stop_while_waiting_for_input_leaves_at_that_border() -> None:
     recorder.draw_error = StopWhileWaiting()
     assert recorder.loop(restored=7).run(7) == (7, Ending.STOPPED)
     assert recorder.calls == [("save", 7, 7, None), "wait"]
+
+
+@pytest.mark.parametrize("delay_secs", [0, 0.2, None])
+def test_input_that_ends_with_a_stop_costs_no_state(delay_secs: float | None) -> None:
+    """A signal to all processes may reach those that read before it reaches this."""
+    recorder = Recorder(config_of(100))
+    recorder.drawn = 7
+    recorder.draw_error = OSError("the pool of readers is gone")
+    if delay_secs is None:
+        with pytest.raises(OSError, match="readers is gone"):
+            recorder.loop(restored=7).run(7)
+        assert recorder.calls == []
+        return
+    asked = threading.Timer(delay_secs, setattr, (recorder, "stop", "SIGTERM"))
+    asked.start()
+    assert recorder.loop(restored=7).run(7) == (7, Ending.STOPPED)
+    assert recorder.calls == [("save", 7, 7, None), "wait"]
+    asked.join()
 
 
 def test_a_failed_save_reaches_the_loop_through_the_word() -> None:

@@ -310,7 +310,12 @@ _entered: list[StopRequests] = []
 def _restore_in_child() -> None:
     """Else `Process.terminate` would not end a forked child: its signals wake us."""
     for requests in reversed(_entered):
+        numbers = list(requests._earlier)
         requests._uninstall()
+        for number in numbers:
+            # To raise would not end a child that catches what its work raises.
+            if signal.getsignal(number) is interrupt:
+                signal.signal(number, signal.SIG_DFL)
         requests._entered = False
         os.close(requests._read_fd)
         os.close(requests._write_fd)

@@ -50,6 +50,85 @@ def test_stop_while_training_saves_and_resumes(
     same(run, reference, 300)
 
 
+POOLED = """
+import multiprocessing
+from concurrent import futures
+import numpy as np
+from jaxft.data.sources import Sources
+
+def read(index):
+    row = np.full(33, index, np.int32)
+    return {"inputs": row[:-1], "targets": row[1:]}
+
+class Rows:
+    fingerprint = "pooled"
+
+    def __init__(self):
+        fork = multiprocessing.get_context("fork")
+        self._pool = futures.ProcessPoolExecutor(4, mp_context=fork)
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return self._pool.submit(read, index).result()
+
+def make_data(config):
+    return Sources(Rows())
+"""
+
+
+def _pids_in_group(number: int) -> list[int]:
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getpgid(int(path.name)) == number:
+                found.append(int(path.name))
+        except ProcessLookupError:
+            continue
+    return found
+
+
+@pytest.mark.slow
+def test_a_signal_to_every_process_is_one_save_and_the_newest_goes_on(
+    command: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As schedulers send it: to those that read for the worker, too."""
+    (tmp_path / "pooled.py").write_text(POOLED)
+    monkeypatch.chdir(tmp_path)
+    run = command(
+        "run",
+        data__factory="pooled:make_data",
+        train__num_steps=100_000,
+        checkpoint__save="steps(30)",
+    )
+    newest = 0
+    for _ in range(2):
+        process = run.start()
+        run.wait_for(lambda after=newest: len(_commits(run, after=after)) >= 2)
+        worker = run.events("launch")[-1]["worker_pid"]
+        assert len(_pids_in_group(worker)) == 1 + 4
+        for group in (worker, process.pid):
+            os.killpg(group, signal.SIGTERM)
+        code, out, err = run.finish()
+        assert code == 75, (out, err)
+        assert "Traceback" not in out + err
+        assert not _pids_in_group(worker)
+        if newest:
+            assert f"resuming at step {newest} from" in err
+        last = run.events("end")[-1]["step"]
+        # Besides those that were due anyway.
+        commits = _commits(run, after=newest)
+        assert [step for step in commits if step % 30] == [last] * (last % 30 > 0)
+        assert commits[-1] == last
+        newest = last
+
+
+def _commits(run: Any, *, after: int) -> list[int]:
+    steps = [event["step"] for event in run.events("save_commit")]
+    return [step for step in steps if step > after]
+
+
 def test_stop_before_the_first_step_leaves_at_once(command: Any, full: bool) -> None:
     for index, delay_secs in enumerate([0.1, 0.8, 1.6, 2.4] if full else [0.3, 1.8]):
         run = command(f"early{index}", cold=True)

@@ -13,8 +13,9 @@ import pytest
 
 SCRIPT = """
 import os, signal, sys, threading, time
+from signal import SIG_DFL
 from jaxft.config import PreemptionConfig
-from jaxft.faults.preemption import StopRequests
+from jaxft.faults.preemption import StopRequests, interrupt
 
 def leave(reason):
     print("left", reason, threading.current_thread().name, flush=True)
@@ -95,9 +96,11 @@ def test_outside_of_such_a_phase_nobody_leaves():
     assert (code, out) == (0, "saved SIGTERM False")
 
 
-def test_forked_children_mean_what_they_meant():
+@pytest.mark.parametrize("earlier", ["SIG_DFL", "interrupt"])
+def test_forked_children_mean_what_they_meant(earlier):
     code, out = run(
-        """
+        f"""
+        signal.signal(signal.SIGTERM, {earlier})
         with stops() as s:
             pids = []
             told, tell = os.pipe()
@@ -106,7 +109,10 @@ def test_forked_children_mean_what_they_meant():
                 if pid == 0:
                     # Python lets a child go only after the fork: it says when.
                     os.write(tell, b"y" if signal.set_wakeup_fd(-1) == -1 else b"n")
-                    time.sleep(15)
+                    try:
+                        time.sleep(15)
+                    except BaseException:  # as a pool does with what its work raises
+                        os._exit(4)
                     os._exit(3)
                 pids.append(pid)
             assert [os.read(told, 1) for _ in pids] == [b"y"] * 3
