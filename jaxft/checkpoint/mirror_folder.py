@@ -4,8 +4,10 @@ World: host-only. Floor: above `mirror_mark`, below `mirror`. Read
 `jaxft/checkpoint/mirror_mark.py` before and `jaxft/checkpoint/mirror.py` after.
 
 A step is copied under a name that says unfinished; each file is made durable, dropped
-from the page cache and read back; one rename makes the step. Files that it shares
-with a mirrored step by hard link in the root are hard-linked here too.
+from the page cache and read back; the folder gets its name, and then its mark. So a
+folder of an object store, where a rename copies file by file, has no half steps
+either. Files that a step shares with a mirrored one by hard link in the root are
+hard-linked here too.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from jaxft.checkpoint import decisions, layout, mirror_mark
 # Followed by the identity of the root whose mirror is at work.
 _COPYING = f"{layout.TMP_MARK}-mirror-"
 _DOOMED = f"{layout.TMP_MARK}-mirror-deleted-"
+# An empty folder, there until the step has its mark: one without it then is ours.
+_MARKING = f"{layout.TMP_MARK}-mirror-marking-"
 
 
 class FolderTarget:
@@ -113,6 +117,7 @@ class FolderTarget:
         except BaseException:
             with contextlib.suppress(OSError):  # The next start finishes it.
                 _remove(copy)
+                self._undo(source.step, owner=owner)
             raise
         return mark, num_sent_bytes
 
@@ -157,32 +162,59 @@ class FolderTarget:
 
     def _commit(self, copy: str, final: str, mark: mirror_mark.Mark) -> None:
         doomed = f"{final}{_DOOMED}{mark.source}"
-        with open(os.path.join(copy, mirror_mark.MARK_FILE), "xb") as file:
-            file.write(mirror_mark.encode(mark))
-            file.flush()
-            _make_durable(file.fileno())
         for folder, _, _ in os.walk(copy, topdown=False):
             layout.sync_folder(folder)
+        marking = self._begin_marking(mark.step, owner=mark.source)
         if os.path.lexists(final):
             # The same label of a timeline that a rollback has ended.
             _remove(doomed)
+            _unmark(final)
             os.rename(final, doomed)
         os.rename(copy, final)
         layout.sync_folder(self.where)
-        stat = _stat(pathlib.Path(final, mirror_mark.MARK_FILE))
-        self._marks[mark.step] = stat, mark
+        file = pathlib.Path(final, mirror_mark.MARK_FILE)
+        _write_mark(file, mark)
+        os.rmdir(marking)
+        self._marks[mark.step] = _stat(file), mark
         _remove(doomed)
+
+    def _begin_marking(self, step: int, *, owner: str) -> str:
+        """From now on the step is ours, also without a mark; the folder that says so.
+
+        Whoever gives it its mark, or takes it away, removes that folder.
+        """
+        marking = f"{self._step_path(step)}{_MARKING}{owner}"
+        os.makedirs(marking, exist_ok=True)
+        layout.sync_folder(self.where)
+        return marking
+
+    def _undo(self, step: int, *, owner: str) -> None:
+        """Takes away a step that did not come to its mark, if it is there."""
+        final = self._step_path(step)
+        marking = f"{final}{_MARKING}{owner}"
+        if not os.path.isdir(marking):
+            return
+        file = pathlib.Path(final, mirror_mark.MARK_FILE)
+        if os.path.isdir(final) and _read_mark(file, step=step) is None:
+            doomed = f"{final}{_DOOMED}{owner}"
+            _remove(doomed)
+            os.rename(final, doomed)
+            _remove(doomed)
+        os.rmdir(marking)
 
     def remove(
         self, step: int, *, marks: Mapping[int, mirror_mark.Mark | None]
     ) -> None:
-        """Deletes a step: its name first."""
+        """Deletes a step: its mark first, then its name."""
         mark = marks[step]
         assert mark is not None
+        marking = self._begin_marking(step, owner=mark.source)
         # A file goes with its last link.
         doomed = f"{self._step_path(step)}{_DOOMED}{mark.source}"
         _remove(doomed)
+        _unmark(self._step_path(step))
         os.rename(self._step_path(step), doomed)
+        os.rmdir(marking)
         _remove(doomed)
 
     def sweep(
@@ -190,8 +222,10 @@ class FolderTarget:
     ) -> None:
         """Deletes what an interrupted copy or deletion by the same root left."""
         del marks
-        for path, _ in layout.discover(self.where).unfinished:
-            if path.endswith((f"{_COPYING}{owner}", f"{_DOOMED}{owner}")):
+        for path, step in layout.discover(self.where).unfinished:
+            if path.endswith(f"{_MARKING}{owner}"):
+                self._undo(step, owner=owner)
+            elif path.endswith((f"{_COPYING}{owner}", f"{_DOOMED}{owner}")):
                 _remove(path)
 
     def read(self, mark: mirror_mark.Mark) -> Iterator[tuple[str, bytes]]:
@@ -227,6 +261,22 @@ def _read_mark(file: pathlib.Path, *, step: int) -> mirror_mark.Mark | None:
         mark = mirror_mark.decode(file.read_bytes(), source=str(file))
         return mark if mark.step == step else None
     return None
+
+
+def _unmark(step_path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(os.path.join(step_path, mirror_mark.MARK_FILE))
+
+
+def _write_mark(path: pathlib.Path, mark: mirror_mark.Mark) -> None:
+    """Makes it durable; it is there whole or not at all."""
+    new = path.with_name(f"{path.name}.new")
+    with new.open("xb") as file:
+        file.write(mirror_mark.encode(mark))
+        file.flush()
+        _make_durable(file.fileno())
+    new.rename(path)
+    layout.sync_folder(path.parent)
 
 
 def _copy(origin: str, path: str, *, pace: mirror_mark.Pace) -> str:

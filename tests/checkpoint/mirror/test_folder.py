@@ -3,6 +3,7 @@
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -280,6 +281,71 @@ def test_a_step_that_goes_while_it_is_copied_is_no_failure(root, target, events)
     assert copier.close()
     assert mirror_fetch.list_steps(str(target)) == [10]
     assert not events.of("mirror_failed")
+
+
+_COPY_BY_COPYING = """
+import os, shutil, signal, sys
+from jaxft.checkpoint import mirror
+
+left = int(sys.argv[3])
+rename = os.rename
+
+def one_file(act):
+    def counted(*args, **options):
+        global left
+        if not left:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
+        return act(*args, **options)
+    return counted
+
+def rename_by_copying(old, new):
+    if not os.path.isdir(old):
+        return rename(old, new)
+    shutil.copytree(old, new, copy_function=one_file(shutil.copy2), dirs_exist_ok=True)
+    for folder, _, files in os.walk(old):
+        for file in files:
+            one_file(os.unlink)(os.path.join(folder, file))
+    shutil.rmtree(old)
+
+os.rename = rename_by_copying
+copier = mirror.Mirror(sys.argv[1])
+copier.offer(sys.argv[2])
+assert copier.close(60)
+"""
+
+
+def test_where_a_rename_copies_file_by_file_a_kill_leaves_no_half_step(
+    root, target, sync, same_files, full
+):
+    """As of an object store that is mounted as a folder."""
+    root.add(1, a=A, b=B)
+    sync(target)
+    steps = {1: shutil.move(root.path / "1", root.path.parent / "gone")}
+    steps[2] = step = root.add(2, a=A + 1, b=B)
+    num_files = sum(path.is_file() for path in pathlib.Path(step).rglob("*"))
+    shutil.copytree(target, before := target.with_name("before"))
+    kills = [num_files // 2, num_files + 2]  # while it copies, while it deletes
+    for num_before in range(5 * num_files) if full else kills:
+        shutil.rmtree(target)
+        shutil.copytree(before, target)
+        command = [sys.executable, "-c", _COPY_BY_COPYING, target, step, num_before]
+        done = subprocess.run(
+            list(map(str, command)),
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            check=False,
+        )
+        killed = done.returncode == -signal.SIGKILL
+        there = mirror_fetch.list_steps(str(target))
+        assert there == ([1] if num_before < 2 * num_files else [2])
+        assert same_files(steps[there[0]], target / str(there[0]))
+        sync(target)
+        assert os.listdir(target) == ["2"]
+        assert same_files(step, target / "2")
+        if not killed:
+            assert not done.returncode
+            break
+    assert killed == (not full)
 
 
 _COPY = """
