@@ -33,7 +33,7 @@ step = int(sys.argv[2])
 state = {"step": step, "w": jnp.arange(4096.0) * step, "k": jax.random.key(step),
          "layers": [{"b": jnp.full((32,), step, jnp.int32)} for _ in range(3)],
          "t": f"at {step}"}
-with CheckpointManager(sys.argv[1], keep="last(2)") as checkpoints:
+with CheckpointManager(sys.argv[1], keep="last(1)") as checkpoints:
     checkpoints.save(step, state, data={"next": step}, force=True)
 """
 

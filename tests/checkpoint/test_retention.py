@@ -55,6 +55,49 @@ def test_the_best_stay_and_are_known_after_a_restart(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["2", "7", "8"]
 
 
+def test_ever_worse_metrics_do_not_hold_the_newest_back(tmp_path):
+    losses = {step: float(step) for step in range(1, 9)}
+    _fill(tmp_path, losses, keep="best(3, eval/loss)")
+    assert sorted(os.listdir(tmp_path)) == ["1", "2", "3", "8"]
+    with manager.CheckpointManager(tmp_path) as checkpoints:
+        assert checkpoints.restore(_state(0)).step == 8
+
+
+def _look(root):
+    """Relative path -> what a change would show in."""
+    return {
+        str(path.relative_to(root)): (
+            path.lstat().st_mode,
+            path.lstat().st_mtime_ns,
+            path.is_file() and path.read_bytes(),
+        )
+        for path in root.rglob("*")
+    }
+
+
+@pytest.mark.parametrize("start", ["empty", "copied", "linked", "pointing"])
+def test_a_new_root_changes_nothing_under_the_one_it_goes_on_from(tmp_path, start):
+    old, new = tmp_path / "old", tmp_path / "new"
+    _fill(old, {1: None, 2: None, 3: None}, keep="last(9)")
+    if start == "pointing":
+        new.mkdir()
+        for step in old.iterdir():
+            (new / step.name).symlink_to(step)
+    elif start != "empty":
+        copy = os.link if start == "linked" else shutil.copy2
+        shutil.copytree(old, new, copy_function=copy)
+    before = _look(old)
+    with manager.CheckpointManager(old, keep="last(1)") as checkpoints:
+        state = checkpoints.restore(_state(0)).state
+    with manager.CheckpointManager(new, keep="last(1)") as checkpoints:
+        if start != "empty":
+            assert checkpoints.restore(_state(0)).step == 3
+        for step in (4, 5, 6):
+            assert checkpoints.save(step, state | {"step": step}, force=True)
+    assert os.listdir(new) == ["6"]
+    assert _look(old) == before
+
+
 def test_a_pinned_step_stays(tmp_path):
     _fill(tmp_path, {1: None, 2: None}, keep="last(2)")
     decisions.pin(tmp_path, 1, reason="the paper")
