@@ -31,6 +31,8 @@ from jaxft import records
 STATE_ITEM = "state"
 RUN_ITEM = "run"
 TMP_MARK = ".orbax-checkpoint-tmp"
+# A whole step, until its rename.
+SEALED = f"{TMP_MARK}-sealed"
 
 MAX_NAME_BYTES = 200
 _MAX_LOOKS = 100
@@ -191,6 +193,9 @@ def _sort(root: str, names: Sequence[str]) -> tuple[Discovery, bool]:
             info = _look(path)
             if isinstance(info, records.CheckpointInfo):
                 committed.append(info)
+            elif os.path.isdir(path) and f"{name}{SEALED}" in names:
+                # Ours, in a folder of an object store, where a rename copies.
+                unfinished.append((path, int(name)))
             elif os.path.lexists(path):
                 foreign.append((path, info))
             else:

@@ -47,7 +47,7 @@ Path = Any
 # Called with the folder of a step that is finished, but not yet durable nor committed.
 Seal = Callable[[pathlib.Path], None]
 
-_SEALED = f"{layout.TMP_MARK}-sealed"
+_SEALED = layout.SEALED
 # At most so much is held at once while a step is read only to see whether it can be.
 _PROBE_BYTES = 2**28
 _NUM_SYNC_THREADS = 8

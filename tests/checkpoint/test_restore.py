@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from jaxft import config, records
-from jaxft.checkpoint import judge, leaves, manager, manifest, restore
+from jaxft.checkpoint import judge, layout, leaves, manager, manifest, restore
 
 pytestmark = [
     pytest.mark.device,
@@ -86,6 +86,22 @@ def test_a_foreign_folder_named_like_a_step_is_reported_and_left(tmp_path):
     assert events.of("not_a_checkpoint")[0]["path"] == str(tmp_path / "999")
     assert (tmp_path / "999").is_dir()
     assert manager.CheckpointManager(tmp_path).latest() == 100
+
+
+@pytest.mark.parametrize("part", ["state", "manifest", "run", "_CHECKPOINT_METADATA"])
+def test_a_rename_that_copies_and_is_killed_makes_no_step(tmp_path, part):
+    """As in a folder of an object store: part of a step, and all of it beside it."""
+    _fill(tmp_path, 10, 20)
+    step, sealed = tmp_path / "20", tmp_path / "20.orbax-checkpoint-tmp-sealed"
+    step.rename(sealed)
+    step.mkdir()
+    copy = shutil.copytree if (sealed / part).is_dir() else shutil.copy
+    copy(sealed / part, step / part)
+    with manager.CheckpointManager(tmp_path) as checkpoints:
+        _assert_is(checkpoints.restore(_state(0)), 10)
+        assert checkpoints.save(20, _state(20))
+    _assert_is(restore.restore_newest(tmp_path, _state(0)), 20)
+    assert not layout.discover(tmp_path).unfinished
 
 
 def test_an_explicit_step_is_never_replaced(tmp_path):
