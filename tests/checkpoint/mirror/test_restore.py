@@ -111,6 +111,35 @@ def test_a_manager_that_lost_its_disk_empties_no_mirror(tmp_path, events):
     assert not events.of("mirror_failed")
 
 
+def test_a_mirror_slower_than_the_saves_delays_and_fails_none(tmp_path, events):
+    def state(step):
+        w = jnp.full((8, 2**20), step, jnp.float32)  # 32 s at this rate
+        return {"w": w, "step": step}
+
+    def open_manager(rate):
+        return manager.CheckpointManager(
+            tmp_path / "root",
+            keep="last(2)",
+            mirror=str(tmp_path / "mirror"),
+            mirror_rate=rate,
+            emit=events,
+        )
+
+    checkpoints = open_manager("1MiB")
+    for step in (1, 2, 3, 4):
+        assert checkpoints.save(step, state(step))
+        checkpoints.wait()
+    # The one that is being copied is held, and nothing else waits for the copy.
+    held, *kept = checkpoints.steps()
+    assert kept == [3, 4]
+    assert not events.of("mirror_commit")
+    checkpoints.close(may_wait=lambda: False)
+    assert [event["step"] for event in events.of("mirror_failed")] == [held]
+    with open_manager("") as checkpoints:
+        assert checkpoints.restore(state(0)).step == 4
+    assert events.of("mirror_commit")[0]["step"] == 4
+
+
 def _flip(step):
     """One bit of the leaf that each step has for itself."""
     file = step / "state/moving/c/0/0"
