@@ -122,6 +122,7 @@ class Jaxft:
             seal=seal,
         )
         started.put(fingerprint.start_digests(state))
+        write.begin()
         blocking = time.perf_counter() - begin
         write.wait()
         if error := write.error():

@@ -18,7 +18,6 @@ os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import pytest
 
-
 _PROGRAMS = pytest.StashKey[str]()
 
 

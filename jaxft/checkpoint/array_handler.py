@@ -25,6 +25,7 @@ import itertools
 import json
 import os
 import pathlib
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -65,23 +66,38 @@ _MAX_OPEN_LEAVES = 64
 _MIN_REPLICA_BYTES = 2**22
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Order:
+    """What the handlers of one save have in common.
+
+    Attributes:
+        links: leaf name -> folder of the same leaf in a committed step.
+        go: nothing is written before it is set: whoever waits for the snapshots needs
+            the processor that the writing would take.
+    """
+
+    links: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    go: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+
 def make_registry(
-    options: ArrayOptions, *, links: Mapping[str, str] | None = None
+    options: ArrayOptions, *, order: Order | None = None
 ) -> ocp.type_handlers.TypeHandlerRegistry:
     """Handlers of every type that is stored, for one save or restore.
 
     Args:
         options: see there.
-        links: leaf name -> folder of the same leaf in a committed step; for a save.
+        order: of a save.
     """
-    if links and options.layout != "files":
+    order = order or Order()
+    if order.links and options.layout != "files":
         raise ValueError(f"layout {options.layout} has no files to link")
-    scalars = ScalarHandler(options, links=links)
+    scalars = ScalarHandler(options, order)
     placeholder = type(ocp.PLACEHOLDER)
     return ocp.type_handlers.create_type_handler_registry(
         *((kind, scalars) for kind in (int, float, bytes, np.number)),
-        (np.ndarray, NumpyHandler(options, links=links)),
-        (jax.Array, ArrayHandler(options, links=links)),
+        (np.ndarray, NumpyHandler(options, order)),
+        (jax.Array, ArrayHandler(options, order)),
         (str, ocp.type_handlers.StringHandler()),
         (placeholder, ocp.type_handlers.get_type_handler(placeholder)),
     )
@@ -137,8 +153,14 @@ def _flat(entries: Any) -> Iterator[Any]:
     return itertools.chain(*(entries or {}).values())
 
 
-def _future(coroutine: Any, name: str) -> Any:
-    return ocp.future.CommitFutureAwaitingContractedSignals(coroutine, name=name)
+def _future(coroutine: Any, name: str, *, go: threading.Event) -> Any:
+    """Runs it in a thread of its own, once it may."""
+
+    async def run() -> None:
+        go.wait()  # The thread has nothing else to do.
+        await coroutine
+
+    return ocp.future.CommitFutureAwaitingContractedSignals(run(), name=name)
 
 
 # --- JAX arrays ---------------------------------------------------------------
@@ -147,16 +169,15 @@ def _future(coroutine: Any, name: str) -> Any:
 class ArrayHandler(ocp.type_handlers.ArrayHandler):
     """Of `jax.Array`."""
 
-    def __init__(
-        self, options: ArrayOptions, *, links: Mapping[str, str] | None = None
-    ):
+    def __init__(self, options: ArrayOptions, order: Order):
         self._metadatas = array_metadata_store.Store()
         super().__init__(
             array_metadata_store=self._metadatas,
             min_slice_bytes_for_replica_parallel=_MIN_REPLICA_BYTES,
         )
         self._options = options
-        self._links = links or {}
+        self._links = order.links
+        self._go = order.go
 
     async def serialize(
         self, values: Sequence[jax.Array], infos: Sequence[Any], args: Any = None
@@ -169,11 +190,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
             if info.name not in self._links
         ]
         linked = [info for info in infos if info.name in self._links]
-        futures = []
-        if linked and _is_primary():
-            futures.append(_future(_link_leaves(linked, self._links), "link"))
-        if _is_primary():
-            futures.append(_future(_write_shardings(values, infos), "shardings"))
+        shardings = _shardings(values, infos)
         *early, last = array_snapshot.split(
             pairs, max_bytes=self._options.memory_bytes // 2
         )
@@ -183,7 +200,11 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         snapshot = self._take(last)
 
         async def finish() -> None:
-            written = [*metadatas, *await self._write(snapshot)]
+            tasks: list[Any] = [self._write(snapshot)]
+            if _is_primary():
+                tasks.append(_write_shardings(shardings, infos[0]))
+                tasks.append(_link_leaves(linked, self._links))
+            written = [*metadatas, *(await gather(tasks))[0]]
             written += await _linked_metadatas(linked, self._links)
             await infos[0].await_path_creation()
             # Each makes the folder: the primary one may fail before it comes to that.
@@ -194,7 +215,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
                 process_index=jax.process_index(),
             )
 
-        return [*futures, _future(finish(), "arrays")]
+        return [_future(finish(), "arrays", go=self._go)]
 
     def _take(self, pairs: list[tuple[jax.Array, Any]]) -> list[Any]:
         return array_snapshot.take(
@@ -350,8 +371,8 @@ async def _write_parts(
     await gather(writes)
 
 
-async def _write_shardings(values: Sequence[jax.Array], infos: Sequence[Any]) -> None:
-    """Orbax's file of shardings, which a restore without target goes by."""
+def _shardings(values: Sequence[jax.Array], infos: Sequence[Any]) -> dict[str, str]:
+    """The content of Orbax's file of shardings."""
     texts: dict[Any, str | None] = {}
     content = {}
     for value, info in zip(values, infos, strict=True):
@@ -361,11 +382,16 @@ async def _write_shardings(values: Sequence[jax.Array], infos: Sequence[Any]) ->
         if place not in texts:
             known = sharding.from_jax_sharding(place)
             texts[place] = None if known is None else known.to_serialized_string()
-        if texts[place] is not None:
+        if (text := texts[place]) is not None:
             name = base64.urlsafe_b64encode(info.name.encode()).decode()
-            content[name] = texts[place]
-    await infos[0].await_path_creation()
-    path = os.path.join(os.fspath(infos[0].parent_dir), "_sharding")
+            content[name] = text
+    return content
+
+
+async def _write_shardings(content: Mapping[str, str], info: Any) -> None:
+    """Orbax's file of shardings, which a restore without target goes by."""
+    await info.await_path_creation()
+    path = os.path.join(os.fspath(info.parent_dir), "_sharding")
     await asyncio.to_thread(pathlib.Path(path).write_text, json.dumps(content))
 
 
@@ -375,12 +401,11 @@ async def _write_shardings(values: Sequence[jax.Array], infos: Sequence[Any]) ->
 class NumpyHandler(ocp.type_handlers.NumpyHandler):
     """Of `np.ndarray`: the same on every process, written by the primary."""
 
-    def __init__(
-        self, options: ArrayOptions, *, links: Mapping[str, str] | None = None
-    ):
+    def __init__(self, options: ArrayOptions, order: Order):
         super().__init__()
         self._options = options
-        self._links = links or {}
+        self._links = order.links
+        self._go = order.go
 
     async def serialize(
         self, values: Sequence[np.ndarray], infos: Sequence[Any], args: Any = None
@@ -395,10 +420,11 @@ class NumpyHandler(ocp.type_handlers.NumpyHandler):
             for value, info in zip(values, infos, strict=True)
             if info.name not in self._links
         ]
-        return [
-            _future(self._write(written), "numpy"),
-            _future(_link_leaves(linked, self._links), "link"),
-        ]
+
+        async def finish() -> None:
+            await gather([self._write(written), _link_leaves(linked, self._links)])
+
+        return [_future(finish(), "numpy", go=self._go)]
 
     async def _write(self, pairs: Sequence[tuple[np.ndarray, Any]]) -> None:
         budget = ByteBudget(self._options.flying_bytes)
@@ -436,11 +462,9 @@ class NumpyHandler(ocp.type_handlers.NumpyHandler):
 class ScalarHandler(ocp.type_handlers.ScalarHandler):
     """Of Python numbers, as 0-d arrays."""
 
-    def __init__(
-        self, options: ArrayOptions, *, links: Mapping[str, str] | None = None
-    ):
+    def __init__(self, options: ArrayOptions, order: Order):
         super().__init__()
-        self._arrays = NumpyHandler(options, links=links)
+        self._arrays = NumpyHandler(options, order)
 
     async def serialize(
         self, values: Sequence[Any], infos: Sequence[Any], args: Any = None

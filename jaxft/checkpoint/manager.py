@@ -275,20 +275,24 @@ class CheckpointManager:
             return False
         with self._saves.cleaning(step):
             write = self._planner.start(plan, stored, record=record)
-        self._emit(
-            "save_start",
-            step=step,
-            blocking_secs=time.monotonic() - start,
-            planning_secs=planning_secs,
-            num_linked=len(plan.links),
-        )
-        self._saves.begin(
-            step,
-            write,
-            facts=plan.facts,
-            verdict=functools.partial(self._planner.verdict, plan),
-            on_end=functools.partial(self._end, plan),
-        )
+        try:
+            self._saves.begin(
+                step,
+                write,
+                facts=plan.facts,
+                verdict=functools.partial(self._planner.verdict, plan),
+                on_end=functools.partial(self._end, plan),
+            )
+            blocking_secs = time.monotonic() - start
+            self._emit(
+                "save_start",
+                step=step,
+                blocking_secs=blocking_secs,
+                planning_secs=planning_secs,
+                num_linked=len(plan.links),
+            )
+        finally:
+            write.begin()  # As the last: what writes takes the processor.
         return True
 
     # --- in the background ----------------------------------------------------

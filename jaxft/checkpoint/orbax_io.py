@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import json
 import os
 import pathlib
 import shutil
@@ -39,7 +40,7 @@ from jaxft.checkpoint import (
     quiet,
     run_record,
 )
-from jaxft.checkpoint.array_handler import ArrayOptions, make_registry
+from jaxft.checkpoint.array_handler import ArrayOptions, Order, make_registry
 
 PyTree = Any
 # Orbax's own path type, which is `pathlib`'s as far as local folders are concerned.
@@ -62,6 +63,7 @@ class _DurablePath(ocp.path.atomicity.AtomicRenameTemporaryPath):
     the commit. Of several processes only the primary does so, after all have written.
     """
 
+    run_text = ""
     seal: Seal | None = None
 
     def __init__(self, temporary_path: Path | None, final_path: Path, **options: Any):
@@ -82,8 +84,10 @@ class _DurablePath(ocp.path.atomicity.AtomicRenameTemporaryPath):
     async def finalize(self) -> None:
         """Commits."""
         await super().finalize()
+        sealed = pathlib.Path(self._final_path)
+        record = sealed / layout.RUN_ITEM / run_record.RECORD_FILE
+        await asyncio.to_thread(record.write_text, self.run_text)
         if self.seal is not None:
-            sealed = pathlib.Path(self._final_path)
             # What stands for it so far; an item without a folder is none.
             await asyncio.to_thread(shutil.rmtree, sealed / manifest.MANIFEST_ITEM)
             await asyncio.to_thread(self.seal, sealed)
@@ -150,9 +154,11 @@ class Write:
         path: str,
         checkpointer: ocp.AsyncCheckpointer,
         *,
+        go: threading.Event,
         others: peers.Peers | None = None,
     ):
         self.path = path
+        self._go = go
         self._others = others
         self._error: BaseException | None = None
         self._over = threading.Event()
@@ -179,6 +185,10 @@ class Write:
             quiet.drain()
         quiet.end()
         self._over.set()
+
+    def begin(self) -> None:
+        """Lets it be written."""
+        self._go.set()
 
     @property
     def age_secs(self) -> float:
@@ -208,7 +218,9 @@ def write_async(
     links: Mapping[str, str] | None = None,
     seal: Seal | None = None,
 ) -> Write:
-    """Starts to write a step; returns when the state may change or be donated.
+    """Takes a step to be written; returns when the state may change or be donated.
+
+    It is not written before `Write.begin`: whoever waits for this needs the processor.
 
     Args:
         path: the step's folder, absolute, not there yet.
@@ -226,22 +238,22 @@ def write_async(
             fails the save.
     """
     arrays = arrays or ArrayOptions()
-    options = {} if seal is None else {"seal": staticmethod(seal)}
-    path_class: Any = type("_SealedPath", (_DurablePath,), options)
-    handlers: dict[str, Any] = {
-        layout.STATE_ITEM: _state_handler(arrays, links=links),
-        layout.RUN_ITEM: ocp.JsonCheckpointHandler(filename=run_record.RECORD_FILE),
-    }
+    order = Order(links=links or {})
+    options: dict[str, Any] = {"run_text": json.dumps(dict(record))}
     # The keys are the names of the items' folders.
+    handlers: dict[str, Any] = {
+        layout.STATE_ITEM: _state_handler(arrays, order=order),
+        layout.RUN_ITEM: _LaterHandler(),
+    }
     items: dict[str, Any] = {
         layout.STATE_ITEM: ocp.args.PyTreeSave(stored),
-        layout.RUN_ITEM: ocp.args.JsonSave(dict(record)),
+        layout.RUN_ITEM: _LaterArgs(),
     }
     if seal is not None:
-        # Orbax has to know every folder of a step; this one's content comes later.
-        item, file = manifest.MANIFEST_ITEM, manifest.MANIFEST_FILE
-        handlers[item] = ocp.JsonCheckpointHandler(filename=file)
-        items[item] = ocp.args.JsonSave({})
+        options["seal"] = staticmethod(seal)
+        handlers[manifest.MANIFEST_ITEM] = _LaterHandler()
+        items[manifest.MANIFEST_ITEM] = _LaterArgs()
+    path_class: Any = type("_SealedPath", (_DurablePath,), options)
     barrier = ocp.multihost.get_barrier_sync_fn()
     others = peers.Peers(path, barrier=barrier)
     async_options = ocp.options.AsyncOptions(
@@ -264,22 +276,44 @@ def write_async(
     try:
         checkpointer.save(path, args=ocp.args.Composite(**items))
     except BaseException as error:
+        order.go.set()
         others.tell(error)
         with contextlib.suppress(Exception):
             checkpointer.close()
         quiet.drain()
         quiet.end()
         raise
-    return Write(path, checkpointer, others=others)
+    return Write(path, checkpointer, go=order.go, others=others)
+
+
+class _LaterHandler(ocp.JsonCheckpointHandler):
+    """Of a JSON item whose file is written before the commit: till then a folder.
+
+    A thread for each such file would cost the loop time.
+    """
+
+    def __init__(self):
+        super().__init__()
+        # What an untouched Orbax reads it with; one class only may say so of itself.
+        self.typestr = ocp.JsonCheckpointHandler.typestr
+
+    async def async_save(self, *_: Any, **__: Any) -> list[Any]:
+        """Leaves the folder empty."""
+        return []
+
+
+@ocp.args.register_with_handler(_LaterHandler, for_save=True, for_restore=True)
+class _LaterArgs(ocp.args.CheckpointArgs):
+    """Of `_LaterHandler`: none."""
 
 
 def _state_handler(
-    arrays: ArrayOptions, *, links: Mapping[str, str] | None = None
+    arrays: ArrayOptions, *, order: Order | None = None
 ) -> ocp.PyTreeCheckpointHandler:
     return ocp.PyTreeCheckpointHandler(
         use_ocdbt=arrays.layout == "ocdbt",
         use_zarr3=True,
-        type_handler_registry=make_registry(arrays, links=links),
+        type_handler_registry=make_registry(arrays, order=order),
     )
 
 

@@ -155,7 +155,7 @@ class WorkdirLock:
             raise _unusable(self.workdir, "it is not writable")
 
     def _take(self) -> bool:
-        """Takes the lock if it is free; a signal waits until it is known what we made."""
+        """Takes the lock if it is free; signals wait until it is known what we made."""
         with _undisturbed():
             taken = self._try_lock()
             if taken:

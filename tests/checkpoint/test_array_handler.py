@@ -73,6 +73,7 @@ def save(path, state, **options):
     write = orbax_io.write_async(
         str(path), stored, record=record, timeout_secs=60, **options
     )
+    write.begin()
     assert write.wait(60)
     if error := write.error():
         raise error

@@ -325,6 +325,7 @@ def _old_step(root, step):
     write = orbax_io.write_async(
         os.fspath(root / str(step)), stored, record=record, timeout_secs=60.0
     )
+    write.begin()
     assert write.wait(60)
     assert write.error() is None
 

@@ -6,6 +6,7 @@ import pathlib
 import stat
 import subprocess
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -230,6 +231,6 @@ def test_a_save_that_never_commits_is_an_error(tmp_path):
         def close(self):
             pass
 
-    write = orbax_io.Write(str(tmp_path / "5"), Silent())
+    write = orbax_io.Write(str(tmp_path / "5"), Silent(), go=threading.Event())
     assert write.wait(10)
     assert isinstance(write.error(), FileNotFoundError)
