@@ -23,7 +23,6 @@ import gc
 import json
 import os
 import pathlib
-import queue
 import re
 import shutil
 import time
@@ -36,6 +35,7 @@ import orbax.checkpoint as ocp
 from absl import app, flags, logging
 
 from jaxft.checkpoint import layout, leaves, manifest, orbax_io, run_record
+from jaxft.checkpoint.state_digests import Digests
 from jaxft.parallel import fingerprint
 
 _GIGABYTES = flags.DEFINE_float("gigabytes", 1.0, "size of the state")
@@ -85,7 +85,7 @@ class Jaxft:
         begin = time.perf_counter()
         stored, types = leaves.encode(state)
         record = run_record.make_record(1, time_secs=time.time(), state=types)
-        started: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        digests = Digests(state)
 
         def seal(folder: pathlib.Path) -> None:
             files = manifest.collect_files(folder, array_layout=_LAYOUT.value)
@@ -99,7 +99,7 @@ class Jaxft:
                     num_nonfinite=digest.num_nonfinite,
                     written_at=1,
                 )
-                for name, digest in started.get().result().items()
+                for name, digest in digests.all().items()
             }
             whole = manifest.Manifest(
                 step=1,
@@ -120,8 +120,9 @@ class Jaxft:
             timeout_secs=600,
             arrays=self._options,
             seal=seal,
+            meanwhile=digests.take,
         )
-        started.put(fingerprint.start_digests(state))
+        digests.start()
         write.begin()
         blocking = time.perf_counter() - begin
         write.wait()

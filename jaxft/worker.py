@@ -23,7 +23,14 @@ import jax
 from jaxft import config as configs
 from jaxft import init_params, settings
 from jaxft.build import Parts, build
-from jaxft.checkpoint import decisions, layout, mirrored, proof, run_record, space
+from jaxft.checkpoint import (
+    decisions,
+    layout,
+    mirrored,
+    run_record,
+    space,
+    state_digests,
+)
 from jaxft.config import Config, ConfigError, ResumeMode
 from jaxft.events import EventLog
 from jaxft.faults.exceptions import fault_of
@@ -250,7 +257,7 @@ class Worker:
                 progress.note(f"warning: compiling without a cache: {problem}")
             with self._stops.may_leave():
                 state, restored, evaluated = self._first_state(parts, progress)
-                proof.prepare(state)  # Else the first save would wait for it.
+                state_digests.prepare(state)  # Else the first save would wait for it.
                 step_fn, eval_fn = self._compile(parts, state)
             self._loop = Loop(
                 parts,

@@ -40,6 +40,7 @@ from jaxft.checkpoint import (
 )
 from jaxft.checkpoint import manifest as manifests
 from jaxft.checkpoint.manifest import Manifest, Problem
+from jaxft.checkpoint.state_digests import Digests
 from jaxft.config import Verify
 
 PyTree = Any
@@ -362,7 +363,7 @@ def _differences(
 ) -> list[Problem]:
     """What differs in any process: each has its own host memory."""
     with together.same_end(f"prove what it has restored of {restored.path}"):
-        digests = proof.Digests(restored.state, paths=paths)
+        digests = Digests(restored.state, paths=paths)
         digests.start()
         digests.partials()
     found = proof.differing_leaves(digests, manifest)

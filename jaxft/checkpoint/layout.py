@@ -30,6 +30,9 @@ from jaxft import records
 
 STATE_ITEM = "state"
 RUN_ITEM = "run"
+# Where Orbax says of each item what reads it; a folder that it does not know there
+# would be an error to it.
+ORBAX_NOTES = "_CHECKPOINT_METADATA"
 TMP_MARK = ".orbax-checkpoint-tmp"
 # A whole step, until its rename.
 SEALED = f"{TMP_MARK}-sealed"
@@ -233,7 +236,7 @@ def _look(path: str) -> records.CheckpointInfo | str:
 def _had_run_item(path: str) -> bool:
     """Whether Orbax's own notes say that there was a run record: ours, damaged."""
     try:
-        notes = json.loads(pathlib.Path(path, "_CHECKPOINT_METADATA").read_bytes())
+        notes = json.loads(pathlib.Path(path, ORBAX_NOTES).read_bytes())
         return RUN_ITEM in notes["item_handlers"]
     except (OSError, ValueError, KeyError, TypeError):
         return False

@@ -47,8 +47,8 @@ _BYTE_DTYPES = {
     "float8_e4m3": np.dtype(ml_dtypes.float8_e4m3),
 }
 
-
 _MAX_SHOWN = 20
+_text = functools.cache(str)  # of a dtype
 
 
 class TargetMismatchError(records.FaultError):
@@ -69,6 +69,7 @@ class TargetMismatchError(records.FaultError):
         self.problems = problems
 
 
+@functools.cache
 def is_key(dtype: Any) -> bool:
     """Whether it is the dtype of typed random keys."""
     return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
@@ -170,10 +171,11 @@ def _walk_state(
 
 
 def _children(node: Any) -> list[tuple[Any, Any]] | None:
-    """(key, child) pairs of a container; None for a leaf."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(
-        node, is_leaf=lambda other: other is not node
-    )
+    """(key, child) pairs of a container; None for a leaf, of an array at once."""
+    if isinstance(node, jax.Array):
+        return None
+    is_child = lambda other: other is not node
+    flat, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=is_child)
     if len(flat) == 1 and not flat[0][0]:
         return None
     return [(path[0], child) for path, child in flat]
@@ -234,9 +236,8 @@ def _encode_leaf(value: Any, path: tuple[str, ...]) -> tuple[Any, str]:
 
 def _encode_array(value: jax.Array, name: str) -> tuple[Any, str]:
     if value.is_deleted():
-        raise layout.LeafError(
-            f"leaf {name} is deleted: it was donated before the save"
-        )
+        text = f"leaf {name} is deleted: it was donated before the save"
+        raise layout.LeafError(text)
     spec = _array_spec(value, name)
     return None if spec.is_empty else _to_bytes(value, spec.dtype), str(spec)
 
@@ -252,7 +253,7 @@ def _array_spec(
             "e.g. jnp.asarray(x, x.dtype)"
         )
     kind = run_record.LeafKind.WEAK if is_weak else run_record.LeafKind.ARRAY
-    spec = run_record.LeafSpec(kind, str(value.dtype), value.shape)
+    spec = run_record.LeafSpec(kind, _text(value.dtype), value.shape)
     if not is_key(value.dtype):
         _check_dtype(spec.dtype, name)
     elif spec.is_empty:

@@ -85,13 +85,24 @@ class _DurablePath(ocp.path.atomicity.AtomicRenameTemporaryPath):
         """Commits."""
         await super().finalize()
         sealed = pathlib.Path(self._final_path)
-        record = sealed / layout.RUN_ITEM / run_record.RECORD_FILE
-        await asyncio.to_thread(record.write_text, self.run_text)
+        await asyncio.to_thread(self._add_items, sealed)
         if self.seal is not None:
-            # What stands for it so far; an item without a folder is none.
-            await asyncio.to_thread(shutil.rmtree, sealed / manifest.MANIFEST_ITEM)
             await asyncio.to_thread(self.seal, sealed)
         await asyncio.to_thread(_commit, self._final_path, self._step_path)
+
+    def _add_items(self, sealed: pathlib.Path) -> None:
+        """The run record, and what tells Orbax of the items that we write ourselves.
+
+        As items of Orbax's own they would cost the loop a folder and a thread each.
+        """
+        (sealed / layout.RUN_ITEM).mkdir()
+        (sealed / layout.RUN_ITEM / run_record.RECORD_FILE).write_text(self.run_text)
+        notes = sealed / layout.ORBAX_NOTES
+        content = json.loads(notes.read_text())
+        items = [layout.RUN_ITEM, *([manifest.MANIFEST_ITEM] if self.seal else [])]
+        reader = ocp.JsonCheckpointHandler.typestr()
+        content["item_handlers"] |= dict.fromkeys(items, reader)
+        notes.write_text(json.dumps(content))
 
 
 def _commit(sealed: Path, step_path: Path) -> None:
@@ -156,8 +167,10 @@ class Write:
         *,
         go: threading.Event,
         others: peers.Peers | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ):
         self.path = path
+        self._meanwhile = meanwhile
         self._go = go
         self._others = others
         self._error: BaseException | None = None
@@ -170,6 +183,9 @@ class Write:
 
     def _watch(self, checkpointer: ocp.AsyncCheckpointer) -> None:
         try:
+            if self._meanwhile is not None:
+                self._go.wait()
+                self._meanwhile()
             checkpointer.wait_until_finished()
             if not os.path.isdir(self.path):
                 raise FileNotFoundError(errno.ENOENT, "it did not commit", self.path)
@@ -217,6 +233,7 @@ def write_async(
     arrays: ArrayOptions | None = None,
     links: Mapping[str, str] | None = None,
     seal: Seal | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> Write:
     """Takes a step to be written; returns when the state may change or be donated.
 
@@ -236,23 +253,13 @@ def write_async(
         seal: called once, by the primary process, with the folder when all processes
             have written: what it adds is committed with the rest, and what it raises
             fails the save.
+        meanwhile: called in the background, beside the writing.
     """
     arrays = arrays or ArrayOptions()
     order = Order(links=links or {})
     options: dict[str, Any] = {"run_text": json.dumps(dict(record))}
-    # The keys are the names of the items' folders.
-    handlers: dict[str, Any] = {
-        layout.STATE_ITEM: _state_handler(arrays, order=order),
-        layout.RUN_ITEM: _LaterHandler(),
-    }
-    items: dict[str, Any] = {
-        layout.STATE_ITEM: ocp.args.PyTreeSave(stored),
-        layout.RUN_ITEM: _LaterArgs(),
-    }
     if seal is not None:
         options["seal"] = staticmethod(seal)
-        handlers[manifest.MANIFEST_ITEM] = _LaterHandler()
-        items[manifest.MANIFEST_ITEM] = _LaterArgs()
     path_class: Any = type("_SealedPath", (_DurablePath,), options)
     barrier = ocp.multihost.get_barrier_sync_fn()
     others = peers.Peers(path, barrier=barrier)
@@ -264,6 +271,9 @@ def write_async(
         # others wait for it up to Orbax's own time-out.
         create_directories_asynchronously=False,
     )
+    # By the name of the item's folder.
+    handlers: dict[str, Any] = {layout.STATE_ITEM: _state_handler(arrays, order=order)}
+    items = {layout.STATE_ITEM: ocp.args.PyTreeSave(stored)}
     checkpointer = ocp.AsyncCheckpointer(
         ocp.CompositeCheckpointHandler(
             composite_options=ocp.CompositeOptions(async_options=async_options),
@@ -283,28 +293,7 @@ def write_async(
         quiet.drain()
         quiet.end()
         raise
-    return Write(path, checkpointer, go=order.go, others=others)
-
-
-class _LaterHandler(ocp.JsonCheckpointHandler):
-    """Of a JSON item whose file is written before the commit: till then a folder.
-
-    A thread for each such file would cost the loop time.
-    """
-
-    def __init__(self):
-        super().__init__()
-        # What an untouched Orbax reads it with; one class only may say so of itself.
-        self.typestr = ocp.JsonCheckpointHandler.typestr
-
-    async def async_save(self, *_: Any, **__: Any) -> list[Any]:
-        """Leaves the folder empty."""
-        return []
-
-
-@ocp.args.register_with_handler(_LaterHandler, for_save=True, for_restore=True)
-class _LaterArgs(ocp.args.CheckpointArgs):
-    """Of `_LaterHandler`: none."""
+    return Write(path, checkpointer, go=order.go, others=others, meanwhile=meanwhile)
 
 
 def _state_handler(

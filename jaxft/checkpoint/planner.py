@@ -333,6 +333,7 @@ class SavePlanner:
                     arrays=one.arrays,
                     links=one.links,
                     seal=self._seal(one, path),
+                    meanwhile=one.take_digests,
                 )
             finally:
                 one.start_digests()  # Also after a failure: somebody may wait for them.

@@ -1,12 +1,10 @@
 """What proves a step: digests of the state it was made of, and its manifest.
 
 World: device. Floor: above `orbax_io`, below `restore` and `manager`. Read
-`jaxft/parallel/fingerprint.py` and `jaxft/checkpoint/manifest.py` before.
+`jaxft/checkpoint/state_digests.py` and `jaxft/checkpoint/manifest.py` before.
 
-The digest of a leaf is taken where the leaf lies, before it is copied to the host, and
-again where it lies after a restore: whatever happened on the way shows. A `Proof`
-accompanies one save: it says which leaves are linked, and makes the manifest when all
-else is written. `differing_leaves` is its counterpart.
+A `Proof` accompanies one save: it says which leaves are linked, and makes the manifest
+when all else is written. `differing_leaves` is its counterpart.
 """
 
 from __future__ import annotations
@@ -24,31 +22,19 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
-from jaxft import fingerprints, patterns
-from jaxft.checkpoint import (
-    array_store,
-    contents,
-    incremental,
-    layout,
-    leaves,
-    run_record,
-)
+from jaxft import patterns
+from jaxft.checkpoint import array_store, incremental, layout, run_record
 from jaxft.checkpoint import manifest as manifests
 from jaxft.checkpoint.chunking import ArrayOptions
 from jaxft.checkpoint.manifest import LeafEntry, Manifest
+from jaxft.checkpoint.state_digests import Digests, Partials
 from jaxft.fingerprints import LeafDigest
-from jaxft.parallel import fingerprint
 
 PyTree = Any
 
 _POLL_SECS = 0.01
-_AT_HAND_BYTES = 2**20
-_ALL_AT_HAND_BYTES = 2**25
 _SHARE_SECS = 0.2
-_Partials = dict[str, list[tuple[int, int, int]]]
 
 
 class UnhealthyError(Exception):
@@ -61,131 +47,6 @@ class UnhealthyError(Exception):
     def __init__(self, paths: tuple[str, ...]):
         super().__init__(f"not finite: {', '.join(paths[:20])}")
         self.leaves = paths
-
-
-# --- digests ------------------------------------------------------------------
-
-
-class Digests:
-    """The digests of all leaves of a state that have elements and are no text.
-
-    Those of JAX arrays are started by `start` and do not block; the others are taken
-    at once, since their memory is the caller's.
-
-    Args:
-        state: the tree; after `start` its arrays may be donated or changed.
-        paths: only these leaves; None for all.
-
-    Attributes:
-        names: leaf path -> the name it is stored under.
-        types: leaf path -> (dtype, shape).
-    """
-
-    def __init__(self, state: PyTree, *, paths: Iterable[str] | None = None):
-        wanted = None if paths is None else frozenset(paths)
-        self.names: dict[str, str] = {}
-        self.types: dict[str, tuple[str, tuple[int, ...]]] = {}
-        self._host: dict[str, LeafDigest] = {}
-        on_device = {}
-        for path, (name, leaf) in leaves.flatten(state).items():
-            if isinstance(leaf, str) or (wanted is not None and path not in wanted):
-                continue
-            if not isinstance(leaf, jax.Array):
-                leaf = np.asarray(leaf, contents.PYTHON_DTYPES.get(type(leaf).__name__))
-            if 0 in leaf.shape:
-                continue
-            self.names[path] = name
-            self.types[path] = str(leaf.dtype), tuple(leaf.shape)
-            if isinstance(leaf, jax.Array):
-                on_device[path] = leaf
-            else:
-                self._host[path] = fingerprints.digest_array(leaf)
-        self._on_device = on_device
-        self._views: dict[str, np.ndarray] = {}
-        self._views_lock = threading.Lock()
-        self._pending: fingerprint.PendingDigests | None = None
-        self._started = threading.Event()
-        self._failure: Exception | None = None
-
-    def start(self) -> None:
-        """Starts what is not started yet; returns at once.
-
-        A failure is for whoever asks for a digest: a write that goes on already fails
-        by it, and is not left waiting.
-        """
-        if self._started.is_set():
-            return
-        try:
-            on_device, at_hand = _split(self._on_device)
-            self._views = {path: _view(leaf) for path, leaf in at_hand.items()}
-            self._pending = fingerprint.start_digests(on_device)
-        except Exception as error:
-            self._failure = error
-        self._on_device = {}
-        self._started.set()
-
-    def _begun(self) -> fingerprint.PendingDigests:
-        """The digests to come, for whichever thread asks."""
-        self._started.wait()
-        if self._failure is not None:
-            raise self._failure
-        assert self._pending is not None
-        return self._pending
-
-    def _take_views(self, paths: Iterable[str]) -> None:
-        """Digests what lies at hand, in the thread of whoever asks first."""
-        with self._views_lock:
-            for path in [path for path in paths if path in self._views]:
-                self._host[path] = fingerprints.digest_array(self._views[path])
-                del self._views[path]
-
-    def of(self, paths: Iterable[str]) -> dict[str, LeafDigest]:
-        """The digests of some leaves, of which this process holds all parts."""
-        paths = list(paths)
-        pending = self._begun()
-        self._take_views(paths)
-        on_device = [path for path in paths if path not in self._host]
-        return pending.result(on_device) | {
-            path: self._host[path] for path in paths if path in self._host
-        }
-
-    def partials(self) -> _Partials:
-        """What this process knows of the leaves that are on devices."""
-        return self._begun().partials()
-
-    def all(self, others: Iterable[_Partials] = ()) -> dict[str, LeafDigest]:
-        """The digests of all leaves, with the partials of the other processes."""
-        mine = self.partials()
-        self._take_views(self.names)
-        others = list(others)
-        digests = {}
-        for path in self.names:
-            if path in self._host:
-                digests[path] = self._host[path]
-            else:
-                parts = [part[path] for part in (mine, *others)]
-                digests[path] = fingerprints.combine(p for one in parts for p in one)
-        return digests
-
-    def all_together(self) -> dict[str, LeafDigest]:
-        """Like `all`, in a call that all processes make at the same place."""
-        if jax.process_count() == 1:
-            return self.all()
-        mine = self.partials()
-        sums = np.array(
-            [
-                [sum(lane) % 2**32 for lane in zip(*parts, strict=True)] or [0] * 3
-                for parts in mine.values()
-            ],
-            np.uint32,
-        ).reshape(len(mine), 3)
-        gathered = np.asarray(multihost_utils.process_allgather(sums))
-        return self._host | {
-            path: fingerprints.combine(
-                (int(low), int(high), int(bad)) for low, high, bad in gathered[:, index]
-            )
-            for index, path in enumerate(mine)
-        }
 
 
 # --- of one save --------------------------------------------------------------
@@ -282,7 +143,11 @@ class Proof:
         """
         self._digests.start()
 
-    def seal(self, folder: pathlib.Path, *, others: Iterable[_Partials] = ()) -> None:
+    def take_digests(self) -> None:
+        """Takes those that the devices do not; for a thread that has time."""
+        self._digests.take()
+
+    def seal(self, folder: pathlib.Path, *, others: Iterable[Partials] = ()) -> None:
         """Judges the state and writes the manifest of the finished step.
 
         Args:
@@ -438,52 +303,6 @@ def differing_leaves(digests: Digests, manifest: Manifest) -> list[tuple[str, st
             )
             problems.append((path, reason))
     return problems
-
-
-def _split(
-    arrays: Mapping[str, jax.Array],
-) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """Those whose digests the devices take, and those at hand.
-
-    On CPU the memory of the devices is the host's: of what is small, NumPy is through
-    before a program for its shape would be compiled.
-    """
-    small = {
-        path: leaf
-        for path, leaf in arrays.items()
-        if leaf.nbytes <= _AT_HAND_BYTES and _is_on_host(leaf)
-    }
-    if sum(leaf.nbytes for leaf in small.values()) > _ALL_AT_HAND_BYTES:
-        small = {}
-    return {path: arrays[path] for path in arrays if path not in small}, small
-
-
-def _is_on_host(leaf: jax.Array) -> bool:
-    if jax.process_count() > 1:
-        return False
-    return all(device.platform == "cpu" for device in leaf.sharding.device_set)
-
-
-def _view(leaf: jax.Array) -> np.ndarray:
-    """The leaf in host memory, which stays as it is when the leaf is donated."""
-    if leaves.is_key(leaf.dtype):
-        leaf = jax.random.key_data(leaf)
-    return np.asarray(leaf)
-
-
-def prepare(state: PyTree) -> None:
-    """Compiles in the background what the digests of such a state need."""
-    on_device, _ = _split(
-        {
-            path: leaf
-            for path, (_, leaf) in leaves.flatten(state).items()
-            if isinstance(leaf, jax.Array) and leaf.size
-        }
-    )
-    if not on_device:
-        return
-    compile_all = fingerprint.prepare(on_device)
-    threading.Thread(target=compile_all, name="jaxft-prepare", daemon=True).start()
 
 
 def num_state_bytes(specs: Mapping[str, run_record.LeafSpec]) -> tuple[int, int]:

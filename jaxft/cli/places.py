@@ -22,7 +22,7 @@ _OF_A_STEP = (
     f"{layout.STATE_ITEM}/{TREE_FILE}",
     f"{layout.RUN_ITEM}/{RECORD_FILE}",
     f"{manifest.MANIFEST_ITEM}/{manifest.MANIFEST_FILE}",
-    "_CHECKPOINT_METADATA",
+    layout.ORBAX_NOTES,
     TREE_FILE,
 )
 

@@ -9,7 +9,15 @@ import jax.numpy as jnp
 import pytest
 
 from jaxft import records
-from jaxft.checkpoint import layout, leaves, manager, orbax_io, planner, proof
+from jaxft.checkpoint import (
+    layout,
+    leaves,
+    manager,
+    orbax_io,
+    planner,
+    proof,
+    state_digests,
+)
 
 pytestmark = pytest.mark.device
 
@@ -245,7 +253,7 @@ def test_a_save_that_cannot_begin_is_borne_too(tmp_path):
         (proof.Proof, "plan_links", jax.errors.JaxRuntimeError),
         (orbax_io, "write_async", jax.errors.JaxRuntimeError),
         (orbax_io, "write_async", ValueError),
-        (proof.fingerprint, "start_digests", jax.errors.JaxRuntimeError),
+        (state_digests.fingerprint, "start_digests", jax.errors.JaxRuntimeError),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )

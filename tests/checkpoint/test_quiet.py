@@ -102,7 +102,7 @@ def test_a_fall_back_is_quiet(tmp_path, how):
         (122, "quota exceeded", "free space under {root} or raise the quota"),
         (5, "I/O error", "check the disk of {root}"),
         (30, "read-only file system", "mount {root} writable"),
-        (27, "", "check {root}"),
+        (27, "file too large", "raise the limit on file sizes, see ulimit -f"),
     ],
 )
 def test_a_failed_save_is_one_line_that_says_what_to_do(
