@@ -322,7 +322,7 @@ def test_indices_have_64_bits(shape, offsets):
         base = base * dim + offset
     with jax.enable_x64(True):
         sums = jax.jit(lambda x, base: partial_sums(x, base=base, shape=shape))(
-            part[None], np.uint64(base)
+            [part[None]], np.uint64(base)
         )
     assert tuple(sums[0].tolist()) == digester.partial()
 
@@ -366,13 +366,13 @@ def test_programs_are_compiled_ahead_by_another_thread():
 )
 def test_blocks_in_a_loop_are_the_whole(shape, num_elements):
     arrays = [_random(shape, "float32", seed) for seed in range(2)]
-    for some in (arrays, arrays[:1]):
-        stacked = jnp.stack(some)
+    alone = [array[None] for array in arrays]
+    for some, stacks in ((arrays, [jnp.stack(arrays)]), (arrays, alone)):
         sums = jax.jit(
             lambda x: block_sums(
                 x, base=np.uint32(0), shape=shape, num_elements=num_elements
             )
-        )(stacked)
+        )(stacks)
         assert [combine([row]) for row in sums.tolist()] == list(
             map(digest_array, some)
         )
@@ -387,7 +387,7 @@ def test_blocks_of_a_part_of_a_large_array_are_that_part():
     with jax.enable_x64(True):
         sums = jax.jit(
             lambda x: block_sums(x, base=base, shape=shape, num_elements=20)
-        )(part[None])
+        )([part[None]])
     assert tuple(sums[0].tolist()) == digester.partial()
 
 
