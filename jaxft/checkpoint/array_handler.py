@@ -232,16 +232,16 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
 
         async def write(leaf: array_snapshot.Snapshot) -> Any:
             await leaf.info.await_path_creation()
-            tspec, entry = _write_spec(
-                leaf.info,
-                shape=leaf.shape,
-                write_shape=leaf.write_shape,
-                dtype=leaf.dtype,
-                options=self._options,
-                ext_metadata=None if leaf.key is None else {_KEY_IMPL: leaf.key},
-            )
-            if leaf.parts or _is_primary():
-                async with gate:
+            async with gate:  # A spec takes more memory than a small leaf.
+                tspec, entry = _write_spec(
+                    leaf.info,
+                    shape=leaf.shape,
+                    write_shape=leaf.write_shape,
+                    dtype=leaf.dtype,
+                    options=self._options,
+                    ext_metadata=None if leaf.key is None else {_KEY_IMPL: leaf.key},
+                )
+                if leaf.parts or _is_primary():
                     await _write_parts(
                         tspec,
                         leaf.parts,
@@ -258,15 +258,17 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         """Reads into the sharding of each `ArrayRestoreArgs`."""
         assert args is not None
         reader = Reader(self._options)
+        gate = asyncio.Semaphore(_MAX_OPEN_LEAVES)
 
         async def read(info: Any, arg: Any) -> jax.Array:
-            store = await _open(info)
-            if arg.global_shape is not None and store.shape != arg.global_shape:
-                raise ValueError(
-                    f"leaf {info.name} is {list(store.shape)} on disk, "
-                    f"not {list(arg.global_shape)}"
-                )
-            return await reader.to_device(store, arg.sharding)
+            async with gate:
+                store = await _open(info)
+                if arg.global_shape is not None and store.shape != arg.global_shape:
+                    raise ValueError(
+                        f"leaf {info.name} is {list(store.shape)} on disk, "
+                        f"not {list(arg.global_shape)}"
+                    )
+                return await reader.to_device(store, arg.sharding)
 
         arrays = await gather([read(*leaf) for leaf in zip(infos, args, strict=True)])
         metadata = await self._metadatas.read(infos[0].parent_dir)

@@ -28,7 +28,7 @@ from jaxft.parallel import fingerprint
 PyTree = Any
 
 _AT_HAND_BYTES = 2**20
-_ALL_AT_HAND_BYTES = 2**25
+_ALL_AT_HAND_BYTES = 2**26
 # Leaf path -> what one process holds of it; see `fingerprint.PendingDigests.partials`.
 Partials = dict[str, list[tuple[int, int, int]]]
 
