@@ -25,8 +25,7 @@ import itertools
 import json
 import os
 import pathlib
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -49,7 +48,7 @@ from orbax.checkpoint._src.serialization import (  # noqa: TID251
 
 from jaxft.checkpoint import array_snapshot, manifest
 from jaxft.checkpoint.array_reader import Reader, chunks_of
-from jaxft.checkpoint.byte_budget import ByteBudget, gather
+from jaxft.checkpoint.byte_budget import ByteBudget, gather, gather_few
 from jaxft.checkpoint.chunking import (
     ArrayOptions,
     Box,
@@ -58,6 +57,7 @@ from jaxft.checkpoint.chunking import (
     make_box,
     make_codecs,
 )
+from jaxft.checkpoint.gate import Gate
 
 # Where Orbax keeps the implementation of typed keys.
 _KEY_IMPL = "random_key_impl"
@@ -72,12 +72,11 @@ class Order:
 
     Attributes:
         links: leaf name -> folder of the same leaf in a committed step.
-        go: nothing is written before it is set: whoever waits for the snapshots needs
-            the processor that the writing would take.
+        gate: is opened when all snapshots are taken.
     """
 
     links: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    go: threading.Event = dataclasses.field(default_factory=threading.Event)
+    gate: Gate = dataclasses.field(default_factory=Gate)
 
 
 def make_registry(
@@ -153,12 +152,12 @@ def _flat(entries: Any) -> Iterator[Any]:
     return itertools.chain(*(entries or {}).values())
 
 
-def _future(coroutine: Any, name: str, *, go: threading.Event) -> Any:
+def _future(function: Callable[[], Any], name: str, *, gate: Gate) -> Any:
     """Runs it in a thread of its own, once it may."""
 
     async def run() -> None:
-        go.wait()  # The thread has nothing else to do.
-        await coroutine
+        gate.wait()  # The thread has nothing else to do.
+        await function()
 
     return ocp.future.CommitFutureAwaitingContractedSignals(run(), name=name)
 
@@ -177,7 +176,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         )
         self._options = options
         self._links = order.links
-        self._go = order.go
+        self._gate = order.gate
 
     async def serialize(
         self, values: Sequence[jax.Array], infos: Sequence[Any], args: Any = None
@@ -215,7 +214,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
                 process_index=jax.process_index(),
             )
 
-        return [_future(finish(), "arrays", go=self._go)]
+        return [_future(finish, "arrays", gate=self._gate)]
 
     def _take(self, pairs: list[tuple[jax.Array, Any]]) -> list[Any]:
         return array_snapshot.take(
@@ -228,29 +227,24 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
     async def _write(self, snapshots: Sequence[array_snapshot.Snapshot]) -> list[Any]:
         """Writes parts in host memory; gives Orbax's entries about the leaves."""
         budget = ByteBudget(self._options.flying_bytes)
-        gate = asyncio.Semaphore(_MAX_OPEN_LEAVES)
 
         async def write(leaf: array_snapshot.Snapshot) -> Any:
             await leaf.info.await_path_creation()
-            async with gate:  # A spec takes more memory than a small leaf.
-                tspec, entry = _write_spec(
-                    leaf.info,
-                    shape=leaf.shape,
-                    write_shape=leaf.write_shape,
-                    dtype=leaf.dtype,
-                    options=self._options,
-                    ext_metadata=None if leaf.key is None else {_KEY_IMPL: leaf.key},
+            tspec, entry = _write_spec(
+                leaf.info,
+                shape=leaf.shape,
+                write_shape=leaf.write_shape,
+                dtype=leaf.dtype,
+                options=self._options,
+                ext_metadata=None if leaf.key is None else {_KEY_IMPL: leaf.key},
+            )
+            if leaf.parts or _is_primary():
+                await _write_parts(
+                    tspec, leaf.parts, context=leaf.info.ts_context, budget=budget
                 )
-                if leaf.parts or _is_primary():
-                    await _write_parts(
-                        tspec,
-                        leaf.parts,
-                        context=leaf.info.ts_context,
-                        budget=budget,
-                    )
             return entry
 
-        return await gather([write(leaf) for leaf in snapshots])
+        return await gather_few(write, snapshots, most=_MAX_OPEN_LEAVES)
 
     async def deserialize(
         self, infos: Sequence[Any], args: Sequence[Any] | None = None
@@ -258,19 +252,19 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         """Reads into the sharding of each `ArrayRestoreArgs`."""
         assert args is not None
         reader = Reader(self._options)
-        gate = asyncio.Semaphore(_MAX_OPEN_LEAVES)
 
-        async def read(info: Any, arg: Any) -> jax.Array:
-            async with gate:
-                store = await _open(info)
-                if arg.global_shape is not None and store.shape != arg.global_shape:
-                    raise ValueError(
-                        f"leaf {info.name} is {list(store.shape)} on disk, "
-                        f"not {list(arg.global_shape)}"
-                    )
-                return await reader.to_device(store, arg.sharding)
+        async def read(leaf: tuple[Any, Any]) -> jax.Array:
+            info, arg = leaf
+            store = await _open(info)
+            if arg.global_shape is not None and store.shape != arg.global_shape:
+                raise ValueError(
+                    f"leaf {info.name} is {list(store.shape)} on disk, "
+                    f"not {list(arg.global_shape)}"
+                )
+            return await reader.to_device(store, arg.sharding)
 
-        arrays = await gather([read(*leaf) for leaf in zip(infos, args, strict=True)])
+        leaves = zip(infos, args, strict=True)
+        arrays = await gather_few(read, leaves, most=_MAX_OPEN_LEAVES)
         metadata = await self._metadatas.read(infos[0].parent_dir)
         impls = {
             entry.param_name: (entry.ext_metadata or {}).get(_KEY_IMPL)
@@ -407,7 +401,7 @@ class NumpyHandler(ocp.type_handlers.NumpyHandler):
         super().__init__()
         self._options = options
         self._links = order.links
-        self._go = order.go
+        self._gate = order.gate
 
     async def serialize(
         self, values: Sequence[np.ndarray], infos: Sequence[Any], args: Any = None
@@ -426,7 +420,7 @@ class NumpyHandler(ocp.type_handlers.NumpyHandler):
         async def finish() -> None:
             await gather([self._write(written), _link_leaves(linked, self._links)])
 
-        return [_future(finish(), "numpy", go=self._go)]
+        return [_future(finish, "numpy", gate=self._gate)]
 
     async def _write(self, pairs: Sequence[tuple[np.ndarray, Any]]) -> None:
         budget = ByteBudget(self._options.flying_bytes)

@@ -196,7 +196,7 @@ def _sort(root: str, names: Sequence[str]) -> tuple[Discovery, bool]:
             info = _look(path)
             if isinstance(info, records.CheckpointInfo):
                 committed.append(info)
-            elif os.path.isdir(path) and f"{name}{SEALED}" in names:
+            elif f"{name}{SEALED}" in names and _is_copy(path, f"{path}{SEALED}"):
                 # Ours, in a folder of an object store, where a rename copies.
                 unfinished.append((path, int(name)))
             elif os.path.lexists(path):
@@ -214,6 +214,17 @@ def _sort(root: str, names: Sequence[str]) -> tuple[Discovery, bool]:
         set_aside=tuple(set_aside),
     )
     return found, is_steady
+
+
+def _is_copy(path: str, sealed: str) -> bool:
+    """Whether all that is in a folder is in the sealed one, too: nobody else's."""
+    if not os.path.isdir(path):
+        return False
+    for folder, _, files in os.walk(path):
+        twin = os.path.join(sealed, os.path.relpath(folder, path))
+        if not all(os.path.lexists(os.path.join(twin, file)) for file in files):
+            return False
+    return True
 
 
 def _look(path: str) -> records.CheckpointInfo | str:

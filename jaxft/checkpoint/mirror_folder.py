@@ -195,7 +195,7 @@ class FolderTarget:
         if not os.path.isdir(marking):
             return
         file = pathlib.Path(final, mirror_mark.MARK_FILE)
-        if os.path.isdir(final) and _read_mark(file, step=step) is None:
+        if os.path.isdir(final) and not os.path.lexists(file):
             doomed = f"{final}{_DOOMED}{owner}"
             _remove(doomed)
             os.rename(final, doomed)

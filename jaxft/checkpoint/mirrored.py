@@ -23,6 +23,9 @@ from jaxft.checkpoint.judge import Restored
 from jaxft.checkpoint.mirror import Mirror, quarantined_steps
 from jaxft.checkpoint.mirror_mark import MirrorError
 
+# Terabytes through a slow line take their time.
+_FETCH_SECS = 24 * 3600.0
+
 
 def make_mirror(
     address: str,
@@ -105,7 +108,8 @@ def restore_through(
                 raise
             failure = error
         step = -1
-        with together.same_end(f"fetch a step from {mirror.address}"):
+        what = f"fetch a step from {mirror.address}"
+        with together.same_end(what, deadline_secs=_FETCH_SECS):
             if jax.process_index() != 0:
                 pass  # The primary one fetches, and tells the others.
             elif restored is None:

@@ -41,6 +41,7 @@ from jaxft.checkpoint import (
     run_record,
 )
 from jaxft.checkpoint.array_handler import ArrayOptions, Order, make_registry
+from jaxft.checkpoint.gate import Gate
 
 PyTree = Any
 # Orbax's own path type, which is `pathlib`'s as far as local folders are concerned.
@@ -64,6 +65,7 @@ class _DurablePath(ocp.path.atomicity.AtomicRenameTemporaryPath):
     """
 
     run_text = ""
+    gate: Gate | None = None
     seal: Seal | None = None
 
     def __init__(self, temporary_path: Path | None, final_path: Path, **options: Any):
@@ -85,6 +87,8 @@ class _DurablePath(ocp.path.atomicity.AtomicRenameTemporaryPath):
         """Commits."""
         await super().finalize()
         sealed = pathlib.Path(self._final_path)
+        if self.gate is not None:
+            self.gate.wait()  # Where there is nothing else that would have waited.
         await asyncio.to_thread(self._add_items, sealed)
         if self.seal is not None:
             await asyncio.to_thread(self.seal, sealed)
@@ -165,13 +169,13 @@ class Write:
         path: str,
         checkpointer: ocp.AsyncCheckpointer,
         *,
-        go: threading.Event,
+        gate: Gate,
         others: peers.Peers | None = None,
         meanwhile: Callable[[], None] | None = None,
     ):
         self.path = path
         self._meanwhile = meanwhile
-        self._go = go
+        self._gate = gate
         self._others = others
         self._error: BaseException | None = None
         self._over = threading.Event()
@@ -183,9 +187,10 @@ class Write:
 
     def _watch(self, checkpointer: ocp.AsyncCheckpointer) -> None:
         try:
-            if self._meanwhile is not None:
-                self._go.wait()
-                self._meanwhile()
+            with contextlib.suppress(InterruptedError):
+                self._gate.wait()
+                if self._meanwhile is not None:
+                    self._meanwhile()
             checkpointer.wait_until_finished()
             if not os.path.isdir(self.path):
                 raise FileNotFoundError(errno.ENOENT, "it did not commit", self.path)
@@ -204,7 +209,11 @@ class Write:
 
     def begin(self) -> None:
         """Lets it be written."""
-        self._go.set()
+        self._gate.open()
+
+    def give_up(self) -> None:
+        """Ends it, unless it has begun."""
+        self._gate.give_up()
 
     @property
     def age_secs(self) -> float:
@@ -257,7 +266,10 @@ def write_async(
     """
     arrays = arrays or ArrayOptions()
     order = Order(links=links or {})
-    options: dict[str, Any] = {"run_text": json.dumps(dict(record))}
+    options: dict[str, Any] = {
+        "run_text": json.dumps(dict(record)),
+        "gate": order.gate,
+    }
     if seal is not None:
         options["seal"] = staticmethod(seal)
     path_class: Any = type("_SealedPath", (_DurablePath,), options)
@@ -285,15 +297,17 @@ def write_async(
     quiet.begin()
     try:
         checkpointer.save(path, args=ocp.args.Composite(**items))
+        return Write(
+            path, checkpointer, gate=order.gate, others=others, meanwhile=meanwhile
+        )
     except BaseException as error:
-        order.go.set()
+        order.gate.give_up()  # Else closing would wait for it.
         others.tell(error)
         with contextlib.suppress(Exception):
             checkpointer.close()
         quiet.drain()
         quiet.end()
         raise
-    return Write(path, checkpointer, go=order.go, others=others, meanwhile=meanwhile)
 
 
 def _state_handler(

@@ -323,6 +323,7 @@ class SavePlanner:
     ) -> orbax_io.Write:
         """Starts to write what was planned; see `orbax_io.write_async`."""
         path = layout.step_path(self._root, one.step)
+        write = None
         try:
             try:
                 write = orbax_io.write_async(
@@ -337,17 +338,19 @@ class SavePlanner:
                 )
             finally:
                 one.start_digests()  # Also after a failure: somebody may wait for them.
+            if jax.process_index() != 0:
+                threading.Thread(
+                    target=one.share,
+                    args=(path,),
+                    kwargs={"timeout_secs": self._timeout_secs},
+                    name="jaxft-digests",
+                    daemon=True,
+                ).start()
         except BaseException:
+            if write is not None:
+                write.give_up()
             self.end(one, committed=False)
             raise
-        if jax.process_index() != 0:
-            threading.Thread(
-                target=one.share,
-                args=(path,),
-                kwargs={"timeout_secs": self._timeout_secs},
-                name="jaxft-digests",
-                daemon=True,
-            ).start()
         return write
 
     def _seal(self, one: proof.Proof, path: str) -> Callable[[pathlib.Path], None]:

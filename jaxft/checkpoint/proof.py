@@ -23,7 +23,7 @@ from typing import Any
 
 import jax
 
-from jaxft import patterns
+from jaxft import patterns, records
 from jaxft.checkpoint import array_store, incremental, layout, run_record
 from jaxft.checkpoint import manifest as manifests
 from jaxft.checkpoint.chunking import ArrayOptions
@@ -90,7 +90,7 @@ class Proof:
         self.manifest: Manifest | None = None
         self._timeline = record["timeline"]
         self._health = patterns.Patterns(health)
-        self._digests = Digests(state)
+        self._digests = Digests(state, memory_bytes=arrays.memory_bytes)
         self._carried: dict[str, LeafEntry] = {}
 
     def plan_links(
@@ -226,7 +226,10 @@ class Proof:
         """
         folder = _shared_folder(step_path)
         path = os.path.join(folder, f"{jax.process_index()}.json")
-        text = json.dumps(self._digests.partials())
+        try:
+            text = json.dumps({"partials": self._digests.partials()})
+        except Exception as error:
+            text = json.dumps({"failure": records.first_line(error)})
         deadline = time.monotonic() + timeout_secs
         while time.monotonic() < deadline and not os.path.isdir(step_path):
             if not os.path.exists(path):
@@ -256,6 +259,7 @@ class Proof:
 
         Raises:
             TimeoutError: one of them has not.
+            RuntimeError: one of them could not take its digests.
         """
         deadline = time.monotonic() + timeout_secs
         others = []
@@ -267,7 +271,10 @@ class Proof:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"process {index} has not told its digests")
                 time.sleep(_POLL_SECS)
-            others.append(json.loads(path.read_bytes()))
+            told = json.loads(path.read_bytes())
+            if "failure" in told:
+                raise RuntimeError(f"process {index} has no digests: {told['failure']}")
+            others.append(told["partials"])
         self.seal(folder, others=others)
 
 

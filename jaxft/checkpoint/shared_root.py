@@ -10,6 +10,7 @@ deadline. So the primary process writes a file, and all others look for it.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import pathlib
@@ -51,7 +52,8 @@ def check(root: str) -> None:
         blind = together.where(not is_seen)
     finally:
         if token:
-            token.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # The next one takes it away.
+                token.unlink()
     if blind:
         raise ConfigError(
             "checkpoint",

@@ -22,6 +22,7 @@ from jax.experimental import multihost_utils
 
 from jaxft import fingerprints
 from jaxft.checkpoint import contents, leaves
+from jaxft.checkpoint.chunking import ArrayOptions
 from jaxft.fingerprints import LeafDigest
 from jaxft.parallel import fingerprint
 
@@ -42,12 +43,20 @@ class Digests:
     Args:
         state: the tree; after `start` its arrays may be donated or changed.
         paths: only these leaves; None for all.
+        memory_bytes: at most half of it is held of leaves that lie on the host, but
+            for small ones.
 
     Attributes:
         names: leaf path -> the name it is stored under.
     """
 
-    def __init__(self, state: PyTree, *, paths: Iterable[str] | None = None):
+    def __init__(
+        self,
+        state: PyTree,
+        *,
+        paths: Iterable[str] | None = None,
+        memory_bytes: int = ArrayOptions.memory_bytes,
+    ):
         wanted = None if paths is None else frozenset(paths)
         self.names: dict[str, str] = {}
         self._types: dict[str, tuple[Any, tuple[int, ...]]] = {}
@@ -67,6 +76,7 @@ class Digests:
             else:
                 self._host[path] = fingerprints.digest_array(leaf)
         self._on_device = on_device
+        self._memory_bytes = memory_bytes
         self._views: dict[str, _View] = {}
         self._views_lock = threading.Lock()
         self._pending: fingerprint.PendingDigests | None = None
@@ -90,13 +100,18 @@ class Digests:
         if self._started.is_set():
             return
         try:
-            on_device, on_host = _split(self._on_device)
+            on_device, on_host = _split(self._on_device, self._memory_bytes)
             self._views = {path: _View(leaf) for path, leaf in on_host.items()}
             self._pending = fingerprint.start_digests(on_device)
         except Exception as error:
             self._failure = error
-        self._on_device = {}
-        self._started.set()
+        except BaseException:
+            # Whoever waits is not to wait for ever.
+            self._failure = InterruptedError("stopped while digests were started")
+            raise
+        finally:
+            self._on_device = {}
+            self._started.set()
 
     def _begun(self) -> fingerprint.PendingDigests:
         """The digests to come, for whichever thread asks."""
@@ -191,7 +206,7 @@ class _View:
 
 
 def _split(
-    arrays: Mapping[str, jax.Array],
+    arrays: Mapping[str, jax.Array], memory_bytes: int
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """Those that must be started before they may change, and those on the host.
 
@@ -203,6 +218,9 @@ def _split(
         for path, leaf in arrays.items()
         if is_on_host(leaf.sharding, leaf.nbytes > _AT_HAND_BYTES)
     }
+    if sum(leaf.nbytes for leaf in on_host.values()) > memory_bytes // 2:
+        small = _small(on_host)
+        on_host = {path: on_host[path] for path in small}
     return {path: arrays[path] for path in arrays if path not in on_host}, on_host
 
 
@@ -230,7 +248,7 @@ def prepare(state: PyTree) -> None:
         for path, (_, leaf) in leaves.flatten(state).items()
         if isinstance(leaf, jax.Array) and leaf.size
     }
-    on_device, on_host = _split(arrays)
+    on_device, on_host = _split(arrays, ArrayOptions.memory_bytes)
     small = _small(on_host)
     on_device |= {path: on_host[path] for path in on_host if path not in small}
     if not on_device:

@@ -175,17 +175,19 @@ class WorkdirLock:
             except FileNotFoundError:
                 return False
             made = True
-        folder_fd = -1
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            folder_fd = _lock_folder(self.workdir)
+            # At once: a signal may come between any two lines where another thread
+            # has taken it, and what is not known to be held is never given back.
+            self._fd = fd
+            self._folder_fd = _lock_folder(self.workdir)
             # The file that was opened may have been removed by a start that was
             # refused; a lock on it would keep nobody out.
             if not _is_same_file(fd, self.path):
-                _close(fd, folder_fd)
+                self._let_go(fd)
                 return False
         except OSError as error:
-            _close(fd, folder_fd)
+            self._let_go(fd)
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 return False
             if made:  # A file system without locks: nobody else can hold it.
@@ -193,8 +195,11 @@ class WorkdirLock:
             raise
         if made:
             self._made.append(self.path)
-        self._fd, self._folder_fd = fd, folder_fd
         return True
+
+    def _let_go(self, fd: int) -> None:
+        folder_fd, self._fd, self._folder_fd = self._folder_fd, -1, -1
+        _close(fd, folder_fd)
 
     def _write_owner(self) -> None:
         if self.path not in self._made:

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from jaxft.checkpoint.byte_budget import ByteBudget
+from jaxft.checkpoint.byte_budget import ByteBudget, gather_few
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -117,3 +117,28 @@ def test_many_waiters_cost_as_many_wakes(monkeypatch):
 
     few, many = num_turns(500), num_turns(8000)
     assert many < 20 * few
+
+
+def test_few_at_a_time_in_their_order_and_none_after_a_failure():
+    running, most, begun = 0, 0, []
+
+    async def square(number):
+        nonlocal running, most
+        begun.append(number)
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.001 * (number % 3))
+        running -= 1
+        if number == 40:
+            raise ValueError("40")
+        return number**2
+
+    squares = asyncio.run(gather_few(square, range(30), most=4))
+    assert squares == [number**2 for number in range(30)]
+    assert most == 4
+    assert asyncio.run(gather_few(square, [], most=4)) == []
+    begun.clear()
+    with pytest.raises(ValueError, match="40"):
+        asyncio.run(gather_few(square, range(1000), most=4))
+    assert running == 0
+    assert len(begun) < 60

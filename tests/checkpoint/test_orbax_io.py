@@ -6,7 +6,6 @@ import pathlib
 import stat
 import subprocess
 import sys
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxft.checkpoint import layout, manager, orbax_io
+from jaxft.checkpoint.gate import Gate
 
 pytestmark = pytest.mark.device
 
@@ -231,6 +231,8 @@ def test_a_save_that_never_commits_is_an_error(tmp_path):
         def close(self):
             pass
 
-    write = orbax_io.Write(str(tmp_path / "5"), Silent(), go=threading.Event())
+    write = orbax_io.Write(str(tmp_path / "5"), Silent(), gate=Gate())
+    assert not write.wait(0.1)
+    write.begin()
     assert write.wait(10)
     assert isinstance(write.error(), FileNotFoundError)

@@ -104,6 +104,20 @@ def test_a_rename_that_copies_and_is_killed_makes_no_step(tmp_path, part):
     assert not layout.discover(tmp_path).unfinished
 
 
+def test_what_somebody_else_put_beside_a_sealed_step_is_not_ours(tmp_path):
+    _fill(tmp_path, 10, 20)
+    (tmp_path / "20").rename(tmp_path / "20.orbax-checkpoint-tmp-sealed")
+    theirs = tmp_path / "20" / "params" / "data"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("theirs")
+    assert [path for path, _ in layout.discover(tmp_path).foreign] == [
+        str(tmp_path / "20")
+    ]
+    with manager.CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(30, _state(30))
+    assert theirs.read_text() == "theirs"
+
+
 def test_an_explicit_step_is_never_replaced(tmp_path):
     _fill(tmp_path, 10, 20)
     _assert_is(restore.restore_newest(tmp_path, _state(0), step=10), 10)
