@@ -41,7 +41,9 @@ class Digests:
     at once, since their memory is the caller's.
 
     Args:
-        state: the tree; after `start` its arrays may be donated or changed.
+        state: the tree; after `start` its arrays may be donated. Memory that JAX
+            shares with the caller, as `jax.device_put` of a NumPy array may do on
+            CPU, is not to be written to before the digests are there.
         paths: only these leaves; None for all.
         memory_bytes: at most half of it is held of leaves that lie on the host, but
             for small ones.
