@@ -16,7 +16,7 @@ NUM_STEPS = 700
 
 
 def test_worker_killed_at_random_moments(command: Any, same: Any, full: bool) -> None:
-    kinds = ["start", "train", "save"] * 2
+    kinds = ["start", "train", "save", "save"]
     if full:
         kinds = ["start"] * 5 + ["train"] * 8 + ["save"] * 7
     rng = random.Random(20261130)
@@ -164,6 +164,7 @@ def test_a_save_that_fails_for_a_moment_ends_no_run(command: Any, same: Any) -> 
     same(run, reference, 300)
 
 
+@pytest.mark.slow
 def test_a_config_file_that_changes_meanwhile_is_for_the_next_command(
     command: Any, same: Any, tmp_path: Any, monkeypatch: Any
 ) -> None:

@@ -350,6 +350,7 @@ def test_the_grace_time_is_kept(command: Any) -> None:
     assert "left on the last committed step" in out
 
 
+@pytest.mark.slow  # The sample has it in tests/faults.
 def test_time_limit(command: Any) -> None:
     run = command("limit", train__num_steps=100_000, preemption__time_limit_secs=30)
     code, out, err = run.run()
