@@ -96,11 +96,11 @@ def test_a_stack_and_a_list_compute_the_same():
     "plan",
     [
         "full",
-        "dots",
-        "dots_no_batch",
-        "names(attn,up)",
+        pytest.param("dots", marks=pytest.mark.slow),
+        pytest.param("dots_no_batch", marks=pytest.mark.slow),
+        pytest.param("names(attn,up)", marks=pytest.mark.slow),
         "offload(attn,up)",
-        "0:full,1:dots,2:full,3:dots",
+        pytest.param("0:full,1:dots,2:full,3:dots", marks=pytest.mark.slow),
         "0-1:names(qkv,gate),2-3:none",
     ],
 )
