@@ -86,6 +86,7 @@ def test_every_committed_step_gives_the_identical_rest(tmp_path: pathlib.Path) -
     parts.iterator.close()
 
 
+@pytest.mark.slow  # The sample has it in tests/e2e.
 def test_a_worker_goes_on_where_another_ended(tmp_path: pathlib.Path) -> None:
     states = {}
     for name, lengths in {"whole": [20], "parts": [7, 13, 20]}.items():

@@ -19,8 +19,9 @@ def bench():
     return module
 
 
-def test_the_built_step_and_the_hand_written_one_learn_the_same(bench, full, capsys):
-    pairs, width = (200, 128) if full else (4, 32)
+@pytest.mark.slow
+def test_the_built_step_and_the_hand_written_one_learn_the_same(bench, capsys):
+    pairs, width = 200, 128
     bench.main(
         [f"--num-pairs={pairs}", f"--width={width}", "--seq-len=16", "--num-layers=1"]
     )

@@ -37,8 +37,9 @@ SMALL = {
 }
 
 
-# What earlier commands of this session have compiled, in all its processes.
-PROGRAMS = pathlib.Path(os.environ["JAX_COMPILATION_CACHE_DIR"], "commands")
+def programs() -> pathlib.Path:
+    """What earlier commands of this session have compiled, in all its processes."""
+    return pathlib.Path(os.environ["JAX_COMPILATION_CACHE_DIR"], "commands")
 
 
 class Command:
@@ -57,7 +58,7 @@ class Command:
     def keep_programs(self) -> None:
         """Adds what was compiled here to what the next commands begin with."""
         for path in self._cache.glob("*/*-cache"):
-            kept = PROGRAMS / path.relative_to(self._cache)
+            kept = programs() / path.relative_to(self._cache)
             if not kept.exists():
                 kept.parent.mkdir(parents=True, exist_ok=True)
                 new = kept.with_name(f".{os.getpid()}")
@@ -74,8 +75,8 @@ class Command:
         ]
 
     def start(self, *words: str) -> subprocess.Popen[str]:
-        if not self.is_cold and PROGRAMS.is_dir():
-            shutil.copytree(PROGRAMS, self._cache, dirs_exist_ok=True)
+        if not self.is_cold and programs().is_dir():
+            shutil.copytree(programs(), self._cache, dirs_exist_ok=True)
         self.is_cold = True  # What follows finds what it finds.
         self.process = subprocess.Popen(
             self.argv(*words),

@@ -78,6 +78,7 @@ def _assert_equal(first, second):
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
+@pytest.mark.slow
 def test_a_stack_and_a_list_start_with_the_same_values():
     listed = jax.jit(_model(scan_layers=False).init)(jax.random.key(0)).params
     _assert_equal(_stack_params(), _as_stack(listed))

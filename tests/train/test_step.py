@@ -127,7 +127,10 @@ def test_without_guard_the_bad_update_is_applied() -> None:
     assert np.isnan(np.asarray(state.params["w"])).any()
 
 
-@pytest.mark.parametrize("num_microbatches", [2, 4, 8])
+@pytest.mark.parametrize(
+    "num_microbatches",
+    [2, *(pytest.param(number, marks=pytest.mark.slow) for number in (4, 8))],
+)
 def test_microbatches_are_the_same_mean(num_microbatches: int) -> None:
     whole, step = start(linear_model())
     parts, split_step = start(
