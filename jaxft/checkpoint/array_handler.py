@@ -189,7 +189,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
             if info.name not in self._links
         ]
         linked = [info for info in infos if info.name in self._links]
-        shardings = _shardings(values, infos)
+        shardings = _shardings(values, infos) if _is_primary() else {}
         *early, last = array_snapshot.split(
             pairs, max_bytes=self._options.memory_bytes // 2
         )

@@ -49,7 +49,6 @@ Path = Any
 # Called with the folder of a step that is finished, but not yet durable nor committed.
 Seal = Callable[[pathlib.Path], None]
 
-_SEALED = layout.SEALED
 # At most so much is held at once while a step is read only to see whether it can be.
 _PROBE_BYTES = 2**28
 _NUM_SYNC_THREADS = 8
@@ -64,14 +63,16 @@ class _DurablePath(ocp.path.atomicity.AtomicRenameTemporaryPath):
     the commit. Of several processes only the primary does so, after all have written.
     """
 
-    run_text = ""
-    gate: Gate | None = None
+    run_text: str
+    gate: Gate
     seal: Seal | None = None
 
     def __init__(self, temporary_path: Path | None, final_path: Path, **options: Any):
         self._step_path = final_path
         super().__init__(
-            temporary_path, final_path.parent / f"{final_path.name}{_SEALED}", **options
+            temporary_path,
+            final_path.parent / f"{final_path.name}{layout.SEALED}",
+            **options,
         )
 
     def get_final(self) -> Path:
@@ -87,8 +88,7 @@ class _DurablePath(ocp.path.atomicity.AtomicRenameTemporaryPath):
         """Commits."""
         await super().finalize()
         sealed = pathlib.Path(self._final_path)
-        if self.gate is not None:
-            self.gate.wait()  # Where there is nothing else that would have waited.
+        self.gate.wait()  # Where there is nothing else that would have waited.
         await asyncio.to_thread(self._add_items, sealed)
         if self.seal is not None:
             await asyncio.to_thread(self.seal, sealed)
