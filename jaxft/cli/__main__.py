@@ -72,7 +72,8 @@ def run() -> NoReturn:
     """`main` as a process of its own."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):
-            # Leaf names may hold what the terminal does not know.
+            # Leaf names may hold what the terminal does not know. A type checker knows
+            # of no such method: a stream that was put in their place may lack it.
             stream.reconfigure(errors="backslashreplace")  # pyrefly: ignore
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     status = main()

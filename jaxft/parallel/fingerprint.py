@@ -341,8 +341,8 @@ def _program(kind: _Kind) -> Any:
         ]
         return jnp.concatenate(rows)[None]
 
-    def on_mesh(leaves: list[jax.Array]) -> jax.Array:
-        mesh, spec = kind.sharding.mesh, kind.sharding.spec  # pyrefly: ignore
+    def on_mesh(leaves: list[jax.Array], place: NamedSharding) -> jax.Array:
+        mesh = place.mesh
 
         def on_device(parts: list[jax.Array]) -> jax.Array:
             return sums(parts, jnp.asarray(bases)[jax.lax.axis_index(mesh.axis_names)])
@@ -350,7 +350,7 @@ def _program(kind: _Kind) -> Any:
         return jax.shard_map(
             on_device,
             mesh=mesh,
-            in_specs=spec,
+            in_specs=place.spec,
             out_specs=PartitionSpec(mesh.axis_names),
             check_vma=False,
         )(leaves)
@@ -359,7 +359,7 @@ def _program(kind: _Kind) -> Any:
         if kind.sharding.memory_kind not in (None, "device"):
             leaves = jax.device_put(leaves, jax.memory.Space.Device)
         if isinstance(kind.sharding, NamedSharding):
-            return on_mesh(leaves)
+            return on_mesh(leaves, kind.sharding)
         return sums(leaves, bases[0])
 
     return jax.jit(digest)
