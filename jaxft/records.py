@@ -24,6 +24,7 @@ class ExitCode(enum.IntEnum):
     NONFINITE = 65
     NO_CHECKPOINT = 66
     CRASHED = 70
+    HUNG = 71
     WORKDIR_IN_USE = 73
     SAVE_FAILED = 74
     STOPPED = 75
@@ -41,6 +42,8 @@ class FaultKind(enum.StrEnum):
     EXCEPTION = "exception"
     OUT_OF_MEMORY = "out_of_memory"
     NONFINITE = "nonfinite"
+    SPIKE = "spike"
+    HANG = "hang"
     NO_CHECKPOINT = "no_checkpoint"
     SAVE_FAILED = "save_failed"
 
@@ -53,11 +56,28 @@ EXIT_CODES = {
     FaultKind.EXCEPTION: ExitCode.CRASHED,
     FaultKind.OUT_OF_MEMORY: ExitCode.OUT_OF_MEMORY,
     FaultKind.NONFINITE: ExitCode.NONFINITE,
+    FaultKind.SPIKE: ExitCode.NONFINITE,
+    FaultKind.HANG: ExitCode.HUNG,
     FaultKind.NO_CHECKPOINT: ExitCode.NO_CHECKPOINT,
     FaultKind.SAVE_FAILED: ExitCode.SAVE_FAILED,
 }
 
 MAX_EVIDENCE_BYTES = 4096
+
+
+class Phase(enum.StrEnum):
+    """What a worker is at; it says so before it begins. Names in events and limits."""
+
+    START = "start"
+    INIT = "init"
+    RESTORE = "restore"
+    COMPILE = "compile"
+    FIRST_STEP = "first_step"
+    STEP = "step"
+    DATA = "data"
+    EVALUATE = "evaluate"
+    SAVE = "save"
+    MIRROR = "mirror"
 
 
 class Control(enum.IntFlag):
