@@ -153,6 +153,14 @@ KINDS: dict[str, dict[str, str]] = {
     "deleted": {"step": "its label", "path": "its folder"},
     "delete_failed": {"path": "what stayed", "reason": "one line"},
     "stop_request": {"reason": "signal name, time limit or notebook"},
+    "stop_plan": {
+        "step": "of the border where the run stops",
+        "left_secs": "of the grace time, for work",
+        "save_secs": "how long each of the last saves took",
+        "in_flight": "the step that is being saved; -1 for none",
+        "committed": "the newest committed step; -1 for none",
+        "action": "save, wait for the one in flight, or leave",
+    },
     "fault": {
         "fault": "a FaultKind",
         "step": "when it was seen",

@@ -25,6 +25,7 @@ processes stop, save or fail at the same border without an extra wait.
 from __future__ import annotations
 
 import enum
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -34,6 +35,7 @@ import numpy as np
 
 from jaxft import settings
 from jaxft.build import Parts
+from jaxft.faults.grace import SaveTimes, StopAction, StopQuestion, plan_stop
 from jaxft.faults.nonfinite import NonfiniteRule
 from jaxft.faults.preemption import StopRequests
 from jaxft.metrics.meters import StepMeter, steps_per_sec
@@ -43,6 +45,8 @@ from jaxft.types import StepOutput, TrainState
 
 # How much later than those that read for it a process hears of a signal to all.
 _SIGNAL_SECS = 0.5
+# How soon a wait for a save notices that a stop has become urgent.
+_LOOK_SECS = 0.1
 
 
 class Ending(enum.StrEnum):
@@ -68,6 +72,7 @@ class Loop:
         progress: the live line.
         restored: label of the step the state came from, -1 for a fresh start.
         evaluated: the step whose evaluation is already known, -1 for none.
+        save_times: how long saves took; a stop goes by them.
 
     Attributes:
         step: finished step attempts, for whoever reports a failure.
@@ -84,6 +89,7 @@ class Loop:
         progress: ProgressLine,
         restored: int = -1,
         evaluated: int = -1,
+        save_times: SaveTimes | None = None,
     ):
         self.step = max(restored, 0)
         self._parts = parts
@@ -94,6 +100,7 @@ class Loop:
         self._progress = progress
         self._evaluated = evaluated
         self._evaluation: dict[str, float] = {}
+        self._save_times = save_times or SaveTimes()
         self._rate = 0.0
         self._meter = StepMeter(min_secs=parts.config.log.event_secs)
         self._rule = NonfiniteRule(
@@ -136,7 +143,8 @@ class Loop:
             pending = output
         self._read(pending, self.step)
         self._flush()
-        self._save_last(state)
+        if not self._save_last(state):
+            return state, Ending.STOPPED
         return state, Ending.FINISHED
 
     def _is_of_stop(self, error: Exception) -> bool:
@@ -264,8 +272,11 @@ class Loop:
             timeout_secs=timeout_secs,
         )
 
-    def _save_last(self, state: TrainState) -> None:
+    def _save_last(self, state: TrainState) -> bool:
         """Commits the state after the last step, once whichever rule asked.
+
+        Returns:
+            False when a stop left no time for it.
 
         Raises:
             FaultError: it could not be saved, or is not finite.
@@ -275,7 +286,8 @@ class Loop:
             if manager.last_committed != self.step:
                 self._save(state, force=True)
             try:
-                manager.wait()
+                if not self._wait_for_save():
+                    return False
                 break
             except FaultError:
                 # The state is still there to be tried again.
@@ -288,6 +300,7 @@ class Loop:
                 evidence="the state after the last step is not finite, and not saved",
             )
             raise FaultError(fault)
+        return True
 
     def _leave(
         self, state: TrainState, pending: StepOutput | None
@@ -295,16 +308,76 @@ class Loop:
         """Commits this border within the grace time, or leaves on the last step."""
         self._read(pending, self.step)
         self._flush()
-        manager = self._parts.manager
-        if not self._stops.urgent and manager.last_committed != self.step:
+        while not self._stops.urgent:
+            action = self._plan_stop()
+            if action is StopAction.LEAVE:
+                break
             self._emit("phase", name="save")
             try:
-                self._save(state, force=True, timeout_secs=self._stops.deadline_secs())
-                manager.wait(timeout_secs=self._stops.deadline_secs())
-            except FaultError as error:
+                if action is StopAction.SAVE:
+                    left_secs = self._stops.deadline_secs()
+                    self._save(state, force=True, timeout_secs=left_secs)
+                is_over = self._wait_for_save()
+            except FaultError:
+                # One that was in flight may be made good by the next.
+                if action is StopAction.SAVE:
+                    raise
+                continue
+            if not is_over:
+                # The last committed step stands, this one is no more than a leftover
+                # that the next start cleans up.
+                reason = "the time to stop was over before it was written"
+                self._emit("save_failed", step=self.step, reason=reason)
+            if action is StopAction.SAVE or not is_over:
+                break
+        if (failure := self._parts.manager.error()) is not None:
+            raise failure
+        return state, Ending.STOPPED
+
+    def _plan_stop(self) -> StopAction:
+        """What the grace time is used for next; the event says why."""
+        manager, left_secs = self._parts.manager, self._stops.deadline_secs()
+        flying, committed = manager.in_flight, manager.last_committed
+        # Several processes would not agree on times: there the deadline decides.
+        alone = jax.process_count() == 1
+        age_secs = self._save_times.age_secs(-1 if flying is None else flying)
+        question = StopQuestion(
+            left_secs=math.inf if left_secs is None else left_secs,
+            is_committed=committed == self.step,
+            in_flight_secs=age_secs if alone and flying is not None else None,
+            save_secs=self._save_times.last_secs() if alone else (),
+        )
+        action = plan_stop(question)
+        self._emit(
+            "stop_plan",
+            step=self.step,
+            left_secs=question.left_secs,
+            save_secs=list(question.save_secs),
+            in_flight=-1 if flying is None else flying,
+            committed=-1 if committed is None else committed,
+            action=action,
+        )
+        return action
+
+    def _wait_for_save(self) -> bool:
+        """Waits while a stop leaves time, without one for the manager's own.
+
+        Returns:
+            Whether no save is in flight any more.
+
+        Raises:
+            FaultError: it failed, or was not over in the manager's own time.
+        """
+        manager = self._parts.manager
+        while True:
+            left_secs = self._stops.deadline_secs()
+            try:
+                if manager.in_flight is None:
+                    manager.wait(timeout_secs=left_secs)
+                    return True
+                manager.wait(timeout_secs=_LOOK_SECS)
+            except FaultError:
                 if manager.in_flight is None:
                     raise
-                # Out of grace: the last committed step stands, this one is no more
-                # than a leftover that the next start cleans up.
-                self._emit("save_failed", step=self.step, reason=str(error))
-        return state, Ending.STOPPED
+            if self._stops.urgent or left_secs == 0:
+                return manager.in_flight is None

@@ -34,6 +34,7 @@ from jaxft.checkpoint import (
 from jaxft.config import Config, ConfigError, ResumeMode
 from jaxft.events import EventLog
 from jaxft.faults.exceptions import fault_of
+from jaxft.faults.grace import SaveTimes
 from jaxft.faults.preemption import StopRequests
 from jaxft.loop import Ending, Loop, StopWhileWaiting
 from jaxft.metrics.notes import Notes
@@ -115,8 +116,11 @@ class Worker:
         self._cache = CompileCache(workdir / "compile_cache", mode=mode, emit=log)
         self._loop: Loop | None = None
         self._progress: ProgressLine | None = None
+        self._save_times = SaveTimes()
         self._notes = Notes(
-            self._note, failed_saves=config.checkpoint.on_save_error.strip() != "fail"
+            self._note,
+            failed_saves=config.checkpoint.on_save_error.strip() != "fail",
+            stop_secs=config.preemption.grace_secs,
         )
 
     def live(self) -> tuple[TrainState, Ending]:
@@ -174,6 +178,7 @@ class Worker:
         """Adds an event to the history, and for some a line that a person sees."""
         self._log(kind, **fields)
         self._notes.take(kind, fields)
+        self._save_times.take(kind, fields)
 
     def _note(self, text: str) -> None:
         if self._progress is not None:
@@ -268,6 +273,7 @@ class Worker:
                 progress=progress,
                 restored=restored,
                 evaluated=evaluated,
+                save_times=self._save_times,
             )
             return self._loop.run(state)
         finally:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxft.config import Config
+from jaxft.faults.grace import SaveTimes
 from jaxft.loop import Ending, Loop, StopWhileWaiting
 from jaxft.records import Control, Fault, FaultError, FaultKind
 from jaxft.types import StepOutput
@@ -27,6 +28,8 @@ class Recorder:
         self.stop: str | None = None
         self.urgent = False
         self.in_flight: int | None = None
+        self.left_secs = 5.0
+        self.events: list[tuple[str, dict[str, Any]]] = []
         self.finite = True
         self.draw_error: Exception | None = None
         self.parts: Any = types.SimpleNamespace(
@@ -91,6 +94,7 @@ class Recorder:
 
     def wait(self, timeout_secs: float | None = None) -> None:
         self.calls.append("wait")
+        self.left_secs = max(0.0, self.left_secs - (timeout_secs or 0.0))
         if self.stop and self.failure:
             raise self.failure
 
@@ -102,7 +106,7 @@ class Recorder:
         return self.stop
 
     def deadline_secs(self) -> float | None:
-        return 5.0
+        return self.left_secs if self.stop else None
 
     # the progress line
     def update(self, *args: Any, **kwargs: Any) -> None: ...
@@ -115,7 +119,7 @@ class Recorder:
             self.step_fn,
             eval_fn=self.evaluate,
             stops=self,
-            emit=lambda kind, **fields: None,
+            emit=lambda kind, **fields: self.events.append((kind, fields)),
             progress=self,
             **kwargs,
         )
@@ -223,6 +227,113 @@ def test_a_save_that_outlasts_the_grace_is_left_behind(in_flight: int | None) ->
             recorder.loop().run(0)
     else:
         assert recorder.loop().run(0)[1] == Ending.STOPPED
+        assert recorder.left_secs == 0
+        (told,) = (fields for kind, fields in recorder.events if kind == "save_failed")
+        assert told["step"] == 2
+
+
+def slow_save(recorder: Recorder, *, secs: float, flying: int | None) -> SaveTimes:
+    """A manager that takes so long for a save; one has been in flight for 2 s."""
+    now = [0.0]
+    times = SaveTimes(timer=lambda: now[0])
+    for step in (1, 2):
+        times.take("save_start", {"step": step, "blocking_secs": 0.0})
+        now[0] += secs
+        times.take("save_commit", {"step": step, "secs": secs})
+    began = now[0]
+    if flying is not None:
+        recorder.in_flight = flying
+        times.take("save_start", {"step": flying, "blocking_secs": 0.0})
+        now[0] += 2.0
+    save = recorder.save
+
+    def begin(step: int, state: int, **content: Any) -> bool:
+        nonlocal began
+        assert recorder.in_flight is None
+        save(step, state, **content)
+        recorder.committed.remove(step)
+        recorder.in_flight, began = step, now[0]
+        return True
+
+    def wait(timeout_secs: float | None = None) -> None:
+        if recorder.in_flight is None:
+            return
+        slept = min(timeout_secs or 600.0, began + secs - now[0])
+        now[0] += slept
+        recorder.left_secs = max(0.0, recorder.left_secs - slept)
+        if now[0] < began + secs:
+            fault = Fault(kind=FaultKind.SAVE_FAILED, evidence="not over")
+            raise FaultError(fault)
+        recorder.committed.append(recorder.in_flight)
+        recorder.in_flight = None
+
+    recorder.save, recorder.wait = begin, wait
+    recorder.should_save = lambda step: False
+    return times
+
+
+@pytest.mark.parametrize(
+    ("secs", "flying", "actions", "committed"),
+    [
+        (4.0, None, ["save"], [9]),
+        (6.0, None, ["leave"], []),
+        (4.0, 5, ["wait", "leave"], [5]),
+        (2.4, 5, ["wait", "save"], [5, 9]),
+        (2.4, 9, ["wait", "leave"], [9]),
+        (7.5, 5, ["leave"], []),
+    ],
+)
+def test_a_stop_does_what_fits_into_the_grace_time(
+    secs: float, flying: int | None, actions: list[str], committed: list[int]
+) -> None:
+    recorder = Recorder(config_of(100))
+    recorder.stop, recorder.drawn = "SIGTERM", 7
+    times = slow_save(recorder, secs=secs, flying=flying)
+    _, ending = recorder.loop(restored=7, save_times=times).run(7)
+    assert ending == Ending.STOPPED
+    plans = [fields for kind, fields in recorder.events if kind == "stop_plan"]
+    assert [plan["action"] for plan in plans] == actions
+    assert recorder.committed == committed
+    assert plans[0]["in_flight"] == (-1 if flying is None else flying)
+    assert plans[0]["save_secs"] == pytest.approx([secs, secs])
+
+
+@pytest.mark.parametrize("policy_says", ["fail", "warn"])
+def test_what_was_in_flight_and_failed_is_made_good_or_told(policy_says: str) -> None:
+    recorder = Recorder(config_of(100))
+    recorder.stop, recorder.drawn, recorder.in_flight = "SIGTERM", 7, 5
+    fault = Fault(kind=FaultKind.SAVE_FAILED, step=5, evidence="disk full")
+    recorder.should_save = lambda step: False
+
+    def wait(timeout_secs: float | None = None) -> None:
+        if recorder.in_flight is not None:
+            recorder.in_flight, recorder.left_secs = None, 0.0
+            recorder.failure = FaultError(fault) if policy_says == "fail" else None
+            raise FaultError(fault)
+
+    recorder.wait = wait
+    if policy_says == "fail":
+        with pytest.raises(FaultError, match="disk full"):
+            recorder.loop(restored=7).run(7)
+    else:
+        assert recorder.loop(restored=7).run(7)[1] == Ending.STOPPED
+    assert recorder.committed == []
+
+
+def test_a_stop_during_the_last_save_keeps_its_grace_time() -> None:
+    recorder = Recorder(config_of(8))
+    recorder.drawn = 8
+    slow_save(recorder, secs=30.0, flying=None)
+    begin = recorder.save
+
+    def save(step: int, state: int, **content: Any) -> bool:
+        recorder.stop = "SIGTERM"
+        return begin(step, state, **content)
+
+    recorder.save = save
+    assert recorder.loop(restored=8).run(8)[1] == Ending.STOPPED
+    assert recorder.left_secs == 0
+    assert recorder.committed == []
 
 
 def test_an_urgent_stop_saves_nothing() -> None:

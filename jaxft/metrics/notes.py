@@ -9,6 +9,7 @@ that fails, a setting that does nothing. The rest is in the history.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,15 +23,23 @@ class Notes:
         say: prints one.
         failed_saves: whether they are told; not where the first one ends the run, and
             is told then.
+        stop_secs: what a stop leaves for a save.
 
     Attributes:
         fetched: steps that came from the mirror.
     """
 
-    def __init__(self, say: Callable[[str], None], *, failed_saves: bool = False):
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        *,
+        failed_saves: bool = False,
+        stop_secs: float = math.inf,
+    ):
         self.fetched: set[int] = set()
         self._say = say
         self._failed_saves = failed_saves
+        self._stop_secs = stop_secs
         self._mirror_problem = ""
         self._num_failed = 0
 
@@ -63,9 +72,20 @@ class Notes:
     def _tell_save_commit(self, fields: Mapping[str, Any]) -> str:
         num_failed, self._num_failed = self._num_failed, 0
         if not (self._failed_saves and num_failed):
-            return ""
+            return self._too_slow_to_stop(fields["secs"])
         saves = "save" if num_failed == 1 else "saves"
         return f"step {fields['step']} is saved, after {num_failed} failed {saves}"
+
+    def _too_slow_to_stop(self, secs: float) -> str:
+        left_secs = self._stop_secs
+        if secs <= left_secs:
+            return ""
+        self._stop_secs = math.inf  # Once is enough.
+        return (
+            f"warning: a save takes {secs:.1f} s, a stop leaves {left_secs:.1f} s: it "
+            "would go back to the last committed step; raise preemption.grace_secs "
+            "and the scheduler's own grace time, or save more often"
+        )
 
     def _tell_mirror_fetch(self, fields: Mapping[str, Any]) -> str:
         self.fetched.add(fields["step"])

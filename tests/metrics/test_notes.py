@@ -60,7 +60,7 @@ def test_lines(kind: str, fields: dict, line: str) -> None:
 
 
 def test_what_is_no_news_is_not_told() -> None:
-    assert told(("step", {"step": 1}), ("save_commit", {"step": 1})) == []
+    assert told(("step", {"step": 1}), ("save_commit", {"step": 1, "secs": 1.0})) == []
 
 
 def test_a_failed_save_is_told_where_the_run_goes_on() -> None:
@@ -89,7 +89,8 @@ def test_steps_that_were_fetched_are_known() -> None:
 
 def test_a_row_of_failed_saves_is_told_by_its_first_and_by_its_end() -> None:
     def save(kind: str, step: int) -> tuple[str, dict]:
-        return kind, {"step": step, "reason": f"save of step {step} failed"}
+        reason = f"save of step {step} failed"
+        return kind, {"step": step, "secs": 1.0, "reason": reason}
 
     row = [save("save_failed", step) for step in (20, 30, 40)]
     events = [*row, save("save_commit", 50), save("save_commit", 60), row[0]]
@@ -100,3 +101,13 @@ def test_a_row_of_failed_saves_is_told_by_its_first_and_by_its_end() -> None:
         "step 70 is saved, after 1 failed save",
     ]
     assert told(*events) == []
+
+
+def test_a_save_that_no_stop_leaves_time_for_is_told_once() -> None:
+    lines: list[str] = []
+    notes = Notes(lines.append, stop_secs=30.0)
+    for step, secs in ((10, 29.0), (20, 41.26), (30, 50.0)):
+        notes.take("save_commit", {"step": step, "secs": secs})
+    (line,) = lines
+    assert line.startswith("warning: a save takes 41.3 s, a stop leaves 30.0 s")
+    assert "preemption.grace_secs" in line
