@@ -34,7 +34,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import app, flags, logging
 
-from jaxft.checkpoint import layout, leaves, manifest, orbax_io, run_record
+from jaxft.checkpoint import layout, leaves, manifest, orbax_io, run_record, step_files
 from jaxft.checkpoint.state_digests import Digests
 from jaxft.parallel import fingerprint
 
@@ -88,7 +88,7 @@ class Jaxft:
         digests = Digests(state)
 
         def seal(folder: pathlib.Path) -> None:
-            files = manifest.collect_files(folder, array_layout=_LAYOUT.value)
+            files = step_files.collect_files(folder, array_layout=_LAYOUT.value)
             entries = {
                 name: manifest.LeafEntry(
                     path=name,
@@ -136,7 +136,7 @@ class Jaxft:
         if problems := manifest.check_files(path, proof, full=True):
             raise ValueError(problems[0])
         record = run_record.read_record(path)
-        state = orbax_io.read_state(path, target, record=record)
+        state = orbax_io.read_state(path, target, record=record, proof=proof)
         digests = fingerprint.start_digests(state).result()
         for name, entry in proof.leaves.items():
             if digests[name].fingerprint != entry.fingerprint:

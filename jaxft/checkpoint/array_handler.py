@@ -46,7 +46,7 @@ from orbax.checkpoint._src.serialization import (  # noqa: TID251
     tensorstore_utils,
 )
 
-from jaxft.checkpoint import array_snapshot, manifest
+from jaxft.checkpoint import array_snapshot, step_files
 from jaxft.checkpoint.array_reader import Reader, chunks_of
 from jaxft.checkpoint.byte_budget import ByteBudget, gather, gather_few
 from jaxft.checkpoint.chunking import (
@@ -58,6 +58,7 @@ from jaxft.checkpoint.chunking import (
     make_codecs,
 )
 from jaxft.checkpoint.gate import Gate
+from jaxft.checkpoint.raw_chunks import RawChunks
 
 # Where Orbax keeps the implementation of typed keys.
 _KEY_IMPL = "random_key_impl"
@@ -80,13 +81,17 @@ class Order:
 
 
 def make_registry(
-    options: ArrayOptions, *, order: Order | None = None
+    options: ArrayOptions,
+    *,
+    order: Order | None = None,
+    raw: RawChunks | None = None,
 ) -> ocp.type_handlers.TypeHandlerRegistry:
     """Handlers of every type that is stored, for one save or restore.
 
     Args:
         options: see there.
         order: of a save.
+        raw: of a restore; see `array_reader.Reader`.
     """
     order = order or Order()
     if order.links and options.layout != "files":
@@ -96,7 +101,7 @@ def make_registry(
     return ocp.type_handlers.create_type_handler_registry(
         *((kind, scalars) for kind in (int, float, bytes, np.number)),
         (np.ndarray, NumpyHandler(options, order)),
-        (jax.Array, ArrayHandler(options, order)),
+        (jax.Array, ArrayHandler(options, order, raw=raw)),
         (str, ocp.type_handlers.StringHandler()),
         (placeholder, ocp.type_handlers.get_type_handler(placeholder)),
     )
@@ -111,7 +116,7 @@ def link_leaf(source: str, target: str) -> None:
     Raises:
         OSError: a file could not be linked.
     """
-    files = manifest.list_files(source)
+    files = step_files.list_files(source)
     if not files:
         raise FileNotFoundError(f"nothing to link in {source}")
     for folder in dict.fromkeys(os.path.dirname(file) for file in files):
@@ -168,7 +173,10 @@ def _future(function: Callable[[], Any], name: str, *, gate: Gate) -> Any:
 class ArrayHandler(ocp.type_handlers.ArrayHandler):
     """Of `jax.Array`."""
 
-    def __init__(self, options: ArrayOptions, order: Order):
+    def __init__(
+        self, options: ArrayOptions, order: Order, *, raw: RawChunks | None = None
+    ):
+        self._raw = raw
         self._metadatas = array_metadata_store.Store()
         super().__init__(
             array_metadata_store=self._metadatas,
@@ -251,7 +259,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
     ) -> Sequence[jax.Array]:
         """Reads into the sharding of each `ArrayRestoreArgs`."""
         assert args is not None
-        reader = Reader(self._options)
+        reader = Reader(self._options, raw=self._raw)
 
         async def read(leaf: tuple[Any, Any]) -> jax.Array:
             info, arg = leaf

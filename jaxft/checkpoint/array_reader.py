@@ -28,6 +28,7 @@ from jaxft.checkpoint.chunking import (
     make_box,
     meet,
 )
+from jaxft.checkpoint.raw_chunks import RawArray, RawChunks
 
 # Dtypes whose elements lie in XLA's memory as in NumPy's; the narrower are packed.
 _PLAIN_DTYPE = re.compile(r"bool|u?int(8|16|32|64)|b?float(8_.*|16|32|64)|complex.*")
@@ -64,9 +65,14 @@ class Reader:
     """Reads leaves within a budget; each chunk once, whatever parts are wanted.
 
     Of one event loop.
+
+    Args:
+        options: see there.
+        raw: chunks that need not be checked, since their values will be proven.
     """
 
-    def __init__(self, options: ArrayOptions):
+    def __init__(self, options: ArrayOptions, *, raw: RawChunks | None = None):
+        self._raw = raw or RawChunks({})
         self._flying = ByteBudget(options.flying_bytes)
         self._held = ByteBudget(max(1, options.memory_bytes // 2))
 
@@ -138,6 +144,7 @@ class Reader:
         self, outs: Sequence[np.ndarray], store: ts.TensorStore, boxes: Sequence[Box]
     ) -> None:
         whole = make_box([slice(None)] * store.rank, store.shape)
+        raw = self._raw.of(store)
         reads = []
         for chunk in chunks_of(store, whole):
             shares = [
@@ -146,12 +153,19 @@ class Reader:
                 if (both := meet(chunk, box)) is not None
             ]
             if shares:
-                reads.append(self._read_chunk(store, chunk, shares))
+                reads.append(self._read_chunk(store, chunk, shares, raw=raw))
         await gather(reads)
 
     async def _read_chunk(
-        self, store: ts.TensorStore, chunk: Box, shares: list[tuple[Any, Box, Box]]
+        self,
+        store: ts.TensorStore,
+        chunk: Box,
+        shares: list[tuple[Any, Box, Box]],
+        *,
+        raw: RawArray | None,
     ) -> None:
+        if raw and len(shares) == 1 and await _read_raw(raw, chunk, *shares[0]):
+            return
         size = count_elements(chunk) * store.dtype.numpy_dtype.itemsize
         async with self._flying.reserve(size * min(2, len(shares))):
             if len(shares) == 1:
@@ -162,6 +176,16 @@ class Reader:
             value = await store[chunk].read()
             for out, box, both in shares:
                 out[inside(both, box)] = value[inside(both, chunk)]
+
+
+async def _read_raw(
+    raw: RawArray, chunk: Box, out: np.ndarray, box: Box, both: Box
+) -> bool:
+    """Reads a chunk that is wanted as it lies on disk; False where it is not."""
+    target = out[inside(both, box)]
+    if both != chunk or not target.flags.c_contiguous or not raw.has(chunk):
+        return False
+    return await asyncio.to_thread(raw.read, chunk, target)
 
 
 def _empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:

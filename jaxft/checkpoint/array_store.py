@@ -25,8 +25,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from jaxft.checkpoint import layout, stored_tree
-from jaxft.checkpoint import manifest as manifests
+from jaxft.checkpoint import layout, step_files, stored_tree
 from jaxft.checkpoint.stored_tree import ArrayError
 
 PART_BYTES = 2**26
@@ -387,7 +386,7 @@ def measure_leaves(
     step_path: str | os.PathLike[str],
     *,
     names: Sequence[str],
-    files: Mapping[str, manifests.FileEntry],
+    files: Mapping[str, step_files.FileEntry],
     array_layout: str,
 ) -> dict[str, tuple[int, int]]:
     """Name -> (chunks, bytes of them on disk), for the manifest of a new step.
@@ -395,7 +394,7 @@ def measure_leaves(
     Args:
         step_path: the step's folder.
         names: of the leaves that have an array.
-        files: what `manifest.collect_files` gave.
+        files: what `step_files.collect_files` gave.
         array_layout: `files` or `ocdbt`.
 
     Raises:
@@ -410,7 +409,7 @@ def measure_leaves(
         return {name: sizes[name] for name in names}
     found: dict[str, list[int]] = {}
     for path, entry in files.items():
-        if folder := manifests.leaf_folder(path, files):
+        if folder := step_files.leaf_folder(path, files):
             name = folder.partition("/")[2]
             found.setdefault(name, []).append(entry.num_bytes)
     missing = [name for name in names if name not in found]

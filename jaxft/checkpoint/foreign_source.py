@@ -31,6 +31,7 @@ from jaxft.checkpoint import (
     layout,
     manifest,
     run_record,
+    step_files,
     stored_tree,
 )
 
@@ -184,7 +185,7 @@ class ForeignSource:
             path = os.path.relpath(os.path.join(self.path, name), self._step_path)
             entry = self._manifest.files.get(path)
             file = os.path.join(self._step_path, path)
-            if entry is None or manifest.file_sha256(file) != entry.sha256:
+            if entry is None or step_files.file_sha256(file) != entry.sha256:
                 raise manifest.ManifestError(f"{file} is not as it was written")
 
     def _read_specs(self) -> dict[str, run_record.LeafSpec | None]:

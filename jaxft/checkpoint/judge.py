@@ -192,7 +192,11 @@ def _read(path: str, reading: Reading, *, step: int) -> Restored | Damage:
         if manifest is not None and not manifest.healthy:
             return _unhealthy(manifest)
         state = orbax_io.read_state(
-            path, reading.target, record=record, memory_bytes=reading.memory_bytes
+            path,
+            reading.target,
+            record=record,
+            memory_bytes=reading.memory_bytes,
+            proof=manifest if reading.verify is Verify.FULL else None,
         )
     except records.FaultError as error:
         if "cannot be read" in str(error):
@@ -226,7 +230,7 @@ def _manifest(path: str, record: dict[str, Any], *, is_needed: bool) -> Manifest
         return None
     except (FileNotFoundError, NotADirectoryError):
         if is_needed and record.get("has_manifest"):
-            file = f"{manifests.MANIFEST_ITEM}/{manifests.MANIFEST_FILE}"
+            file = f"{layout.MANIFEST_ITEM}/{manifests.MANIFEST_FILE}"
             raise manifests.ManifestError(f"{file} is missing") from None
         return None
 
@@ -284,7 +288,7 @@ def _verify(path: str) -> list[Problem]:
 def _blame(error: Exception, path: str) -> Problem:
     """The file that an error about one speaks of."""
     if isinstance(error, manifests.ManifestError):
-        file = f"{manifests.MANIFEST_ITEM}/{manifests.MANIFEST_FILE}"
+        file = f"{layout.MANIFEST_ITEM}/{manifests.MANIFEST_FILE}"
     else:
         file = f"{layout.RUN_ITEM}/{run_record.RECORD_FILE}"
     text = str(error).removeprefix(os.path.join(path, file)).removeprefix(file)

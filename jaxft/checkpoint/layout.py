@@ -30,6 +30,7 @@ from jaxft import records
 
 STATE_ITEM = "state"
 RUN_ITEM = "run"
+MANIFEST_ITEM = "manifest"
 # Where Orbax says of each item what reads it; a folder that it does not know there
 # would be an error to it.
 ORBAX_NOTES = "_CHECKPOINT_METADATA"

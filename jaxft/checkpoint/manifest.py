@@ -13,30 +13,23 @@ arrays, not in what describes them, not in the manifest.
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from jaxft import fingerprints, records
-from jaxft.checkpoint import layout
+from jaxft.checkpoint import layout, step_files
 
 FORMAT_NAME = "jaxft-manifest"
 FORMAT_VERSION = 1
 
-MANIFEST_ITEM = "manifest"
 MANIFEST_FILE = "metadata"
 
 _DIGEST = b',"sha256":"'
-_BLOCK_BYTES = 2**20
-# What is in a larger file of a database, nodes as well as chunks, ends in crc32c: the
-# commit does not wait until all bytes have been read a second time.
-MAX_DIGESTED_BYTES = 2**22
-_NUM_THREADS = 8
 
 
 class ManifestError(ValueError):
@@ -73,22 +66,6 @@ class LeafEntry:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FileEntry:
-    """One file of the step.
-
-    Attributes:
-        path: relative to the step, with forward slashes.
-        num_bytes: its length.
-        sha256: of its bytes; empty for a chunk that proves itself by its crc32c, and
-            for a large file of such chunks.
-    """
-
-    path: str
-    num_bytes: int
-    sha256: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What a step is made of.
 
@@ -110,7 +87,7 @@ class Manifest:
     healthy: bool
     unhealthy: tuple[str, ...] = ()
     leaves: Mapping[str, LeafEntry]
-    files: Mapping[str, FileEntry]
+    files: Mapping[str, step_files.FileEntry]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,147 +113,13 @@ class Problem:
 # --- writing ------------------------------------------------------------------
 
 
-def collect_files(
-    step_path: str | os.PathLike[str], *, array_layout: str
-) -> dict[str, FileEntry]:
-    """Length and sha256 of every file of a finished step but the manifest's.
-
-    Args:
-        step_path: the step's folder, whatever it is called by now.
-        array_layout: `files` or `ocdbt`; chunks of `files` that end in crc32c are
-            not read, nor large data files of `ocdbt`.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
-    sizes = list_files(step_path)
-    if array_layout == "files":
-        is_proven = _self_proving(step_path, sizes)
-    else:
-        is_proven = {
-            path
-            for path, size in sizes.items()
-            if size > MAX_DIGESTED_BYTES and is_database_part(path)
-        }
-    digests = _digest_files(
-        step_path, [path for path in sizes if path not in is_proven]
-    )
-    return {
-        path: FileEntry(path=path, num_bytes=size, sha256=digests.get(path, ""))
-        for path, size in sizes.items()
-    }
-
-
-def list_files(step_path: str | os.PathLike[str]) -> dict[str, int]:
-    """Relative path -> length of every file of a step but the manifest's, sorted.
-
-    Raises:
-        OSError: a folder cannot be read.
-    """
-    sizes: dict[str, int] = {}
-
-    def walk(folder: str, prefix: str) -> None:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                path = f"{prefix}{entry.name}"
-                if entry.is_dir(follow_symlinks=False):
-                    if path != MANIFEST_ITEM:
-                        walk(entry.path, f"{path}/")
-                else:
-                    sizes[path] = entry.stat().st_size
-
-    walk(os.fspath(step_path), "")
-    return dict(sorted(sizes.items()))
-
-
-def leaf_folder(path: str, files: Mapping[str, Any]) -> str:
-    """The folder of the zarr3 array that a file is a chunk of; empty for others.
-
-    Args:
-        path: of the file, relative to the step.
-        files: all files of the step by path.
-    """
-    parts = path.split("/")
-    for index in range(len(parts) - 1, 1, -1):
-        if parts[index] == "c":
-            folder = "/".join(parts[:index])
-            is_array = f"{folder}/zarr.json" in files
-            return folder if is_array and parts[0] == layout.STATE_ITEM else ""
-        if not parts[index].isdecimal():
-            return ""
-    return ""
-
-
-def is_database_part(path: str) -> bool:
-    """Whether a file of layout `ocdbt` is one of those that hold nodes and values."""
-    item, *folders, _ = path.split("/")
-    return item == layout.STATE_ITEM and folders[-1:] == ["d"] and len(folders) <= 2
-
-
-def _self_proving(
-    step_path: str | os.PathLike[str], files: Mapping[str, int]
-) -> set[str]:
-    """The chunk files whose array says that they end in crc32c."""
-    by_folder: dict[str, list[str]] = {}
-    for path in files:
-        if folder := leaf_folder(path, files):
-            by_folder.setdefault(folder, []).append(path)
-    proven: set[str] = set()
-    for folder, chunks in by_folder.items():
-        text = pathlib.Path(step_path, folder, "zarr.json").read_bytes()
-        if _ends_in_checksum(json.loads(text).get("codecs", [])):
-            proven.update(chunks)
-    return proven
-
-
-def _ends_in_checksum(codecs: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a zarr3 codec list leaves no byte of a chunk without crc32c."""
-    if not codecs:
-        return False
-    last = codecs[-1]
-    if last["name"] == "crc32c":
-        return True
-    inner = last.get("configuration", {})
-    return last["name"] == "sharding_indexed" and all(
-        _ends_in_checksum(inner.get(part, [])) for part in ("codecs", "index_codecs")
-    )
-
-
-def _digest_files(
-    step_path: str | os.PathLike[str], paths: Iterable[str]
-) -> dict[str, str]:
-    """Relative path -> sha256."""
-    paths = list(paths)
-    folder = pathlib.Path(step_path)
-    pool = concurrent.futures.ThreadPoolExecutor(_NUM_THREADS, "jaxft-digest")
-    try:
-        digests = pool.map(lambda path: file_sha256(folder / path), paths)
-        return dict(zip(paths, digests, strict=True))
-    finally:
-        # After an error, or an interrupt, nobody waits for the rest.
-        pool.shutdown(cancel_futures=True)
-
-
-def file_sha256(path: str | os.PathLike[str]) -> str:
-    """The sha256 of a file, read in pieces.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    digest = hashlib.sha256()
-    with open(path, "rb", buffering=0) as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def write(step_path: str | os.PathLike[str], manifest: Manifest) -> None:
     """Writes the manifest into a step's folder; the commit makes it durable.
 
     Raises:
         OSError: it cannot be written, or is there already.
     """
-    folder = pathlib.Path(step_path, MANIFEST_ITEM)
+    folder = pathlib.Path(step_path, layout.MANIFEST_ITEM)
     folder.mkdir(exist_ok=True)
     with open(folder / MANIFEST_FILE, "xb") as file:
         file.write(encode(manifest))
@@ -309,6 +152,9 @@ def encode(manifest: Manifest) -> bytes:
         "files": {
             path: [file.num_bytes, file.sha256] for path, file in manifest.files.items()
         },
+        "crc32c": {
+            path: file.crc32c for path, file in manifest.files.items() if file.crc32c
+        },
     }
     body = json.dumps(value, separators=(",", ":")).encode()[:-1]
     return body + _seal(body)
@@ -330,7 +176,7 @@ def read(step_path: str | os.PathLike[str]) -> Manifest:
         ManifestError: it is damaged.
         FaultError: a newer jaxft wrote it (kind CONFIG).
     """
-    file = pathlib.Path(step_path, MANIFEST_ITEM, MANIFEST_FILE)
+    file = pathlib.Path(step_path, layout.MANIFEST_ITEM, MANIFEST_FILE)
     return decode(file.read_bytes(), source=os.fspath(file))
 
 
@@ -380,8 +226,11 @@ def _parse(value: Mapping[str, Any]) -> Manifest:
             path: _parse_leaf(path, leaf) for path, leaf in value["leaves"].items()
         },
         files={
-            _inside(path): FileEntry(
-                path=path, num_bytes=_count(size), sha256=_text(digest)
+            _inside(path): step_files.FileEntry(
+                path=path,
+                num_bytes=_count(size),
+                sha256=_text(digest),
+                crc32c=_text(value.get("crc32c", {}).get(path, "")),
             )
             for path, (size, digest) in value["files"].items()
         },
@@ -450,7 +299,7 @@ def check_files(
             for path, entry in manifest.files.items()
             if entry.sha256 and path not in problems
         ]
-        for path, digest in _digest_files(step_path, whole).items():
+        for path, digest in step_files.digest_files(step_path, whole).items():
             if digest != manifest.files[path].sha256:
                 problems[path] = "its bytes have changed (sha256 differs)"
     return [
@@ -460,7 +309,7 @@ def check_files(
     ]
 
 
-def _check_length(path: str, entry: FileEntry) -> str:
+def _check_length(path: str, entry: step_files.FileEntry) -> str:
     try:
         size = os.stat(path).st_size
         if not os.path.isfile(path):

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from jaxft.checkpoint import layout, manifest, run_record
+from jaxft.checkpoint import layout, manifest, run_record, step_files
 
 FORMAT_NAME = "jaxft-mirror"
 FORMAT_VERSION = 1
@@ -34,7 +34,7 @@ DECIDED = "decided"
 # Nothing is held in larger pieces, whatever the size of the files.
 PIECE_BYTES = 2**25
 
-_MANIFEST = f"{manifest.MANIFEST_ITEM}/{manifest.MANIFEST_FILE}"
+_MANIFEST = f"{layout.MANIFEST_ITEM}/{manifest.MANIFEST_FILE}"
 
 # Path, the step that wrote it, proof, length.
 _Key = tuple[str, int, str, int]
@@ -254,7 +254,7 @@ def identify(step_path: str) -> str:
 @functools.lru_cache(maxsize=4096)
 def _identify(file: str, *stat: int) -> str:
     del stat  # Another file under the same name is read anew.
-    return manifest.file_sha256(file)
+    return step_files.file_sha256(file)
 
 
 def _identity_file(step_path: str) -> str:
@@ -275,7 +275,7 @@ def describe(step_path: str) -> Source:
     """
     step = int(os.path.basename(step_path))
     try:
-        sizes = manifest.list_files(step_path)
+        sizes = step_files.list_files(step_path)
         sizes.pop(MARK_FILE, None)  # The mirror's own.
         record = run_record.read_record(step_path)
         timeline, healthy, files = record["timeline"], True, {}

@@ -35,13 +35,14 @@ from jaxft.checkpoint import (
     causes,
     layout,
     leaves,
-    manifest,
     peers,
     quiet,
     run_record,
 )
 from jaxft.checkpoint.array_handler import ArrayOptions, Order, make_registry
 from jaxft.checkpoint.gate import Gate
+from jaxft.checkpoint.manifest import Manifest
+from jaxft.checkpoint.raw_chunks import RawChunks
 
 PyTree = Any
 # Orbax's own path type, which is `pathlib`'s as far as local folders are concerned.
@@ -103,7 +104,7 @@ class _DurablePath(ocp.path.atomicity.AtomicRenameTemporaryPath):
         (sealed / layout.RUN_ITEM / run_record.RECORD_FILE).write_text(self.run_text)
         notes = sealed / layout.ORBAX_NOTES
         content = json.loads(notes.read_text())
-        items = [layout.RUN_ITEM, *([manifest.MANIFEST_ITEM] if self.seal else [])]
+        items = [layout.RUN_ITEM, *([layout.MANIFEST_ITEM] if self.seal else [])]
         reader = ocp.JsonCheckpointHandler.typestr()
         content["item_handlers"] |= dict.fromkeys(items, reader)
         notes.write_text(json.dumps(content))
@@ -311,12 +312,12 @@ def write_async(
 
 
 def _state_handler(
-    arrays: ArrayOptions, *, order: Order | None = None
+    arrays: ArrayOptions, *, order: Order | None = None, raw: RawChunks | None = None
 ) -> ocp.PyTreeCheckpointHandler:
     return ocp.PyTreeCheckpointHandler(
         use_ocdbt=arrays.layout == "ocdbt",
         use_zarr3=True,
-        type_handler_registry=make_registry(arrays, order=order),
+        type_handler_registry=make_registry(arrays, order=order, raw=raw),
     )
 
 
@@ -326,6 +327,7 @@ def read_state(
     *,
     record: Mapping[str, Any],
     memory_bytes: int = ArrayOptions.memory_bytes,
+    proof: Manifest | None = None,
 ) -> PyTree:
     """Reads the state of a step into the structure and placement of `target`.
 
@@ -334,6 +336,8 @@ def read_state(
         target: see `leaves.match`.
         record: the step's run record.
         memory_bytes: host memory to use beyond the result.
+        proof: the step's manifest, where the caller compares the fingerprint of every
+            leaf with it afterwards: then checksums of chunks need not be computed.
 
     Raises:
         TargetMismatchError: the target is another tree.
@@ -343,7 +347,15 @@ def read_state(
     """
     requests = leaves.match(target, run_record.leaf_specs(record), path=path)
     arrays = ArrayOptions(memory_bytes=memory_bytes)
-    values = _restore(path, record, requests, arrays)
+    files = proof.files if proof else {}
+    raw = RawChunks(
+        {
+            os.path.join(path, file): entry.crc32c
+            for file, entry in files.items()
+            if entry.crc32c
+        }
+    )
+    values = _restore(path, record, requests, arrays, raw=raw)
     treedef = jax.tree.structure(target)
     # One leaf after the other, so that at most one is there twice.
     result = [
@@ -364,12 +376,14 @@ def _restore(
     record: Mapping[str, Any],
     requests: Mapping[str, leaves.Request],
     arrays: ArrayOptions,
+    *,
+    raw: RawChunks | None = None,
 ) -> dict[str, Any]:
     """Leaf path -> value as stored, for the requested leaves that have elements."""
     items = _map_types(record["state"], requests, _item)
     args = _map_types(record["state"], requests, _restore_args)
     orbax_path: Path = pathlib.Path(path, layout.STATE_ITEM)
-    restored = _state_handler(arrays).restore(
+    restored = _state_handler(arrays, raw=raw).restore(
         orbax_path,
         args=ocp.args.PyTreeRestore(item=items, restore_args=args),
     )

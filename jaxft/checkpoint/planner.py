@@ -67,7 +67,7 @@ class _Known:
 
 
 def _stamp(step_path: str) -> tuple[int, int]:
-    path = os.path.join(step_path, manifests.MANIFEST_ITEM, manifests.MANIFEST_FILE)
+    path = os.path.join(step_path, layout.MANIFEST_ITEM, manifests.MANIFEST_FILE)
     status = os.stat(path)
     return status.st_ino, status.st_mtime_ns
 
@@ -225,7 +225,7 @@ class SavePlanner:
         layout.make_root(self._root)
         if jax.process_count() > 1 and jax.process_index() == 0:
             # Where Orbax cannot, the others wait for it without limit.
-            items = (layout.STATE_ITEM, layout.RUN_ITEM, manifests.MANIFEST_ITEM)
+            items = (layout.STATE_ITEM, layout.RUN_ITEM, layout.MANIFEST_ITEM)
             layout.try_folders(layout.step_path(self._root, step), items)
         arrays = ArrayOptions(
             layout=self._choose_layout(record).value,

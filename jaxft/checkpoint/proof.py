@@ -24,7 +24,7 @@ from typing import Any
 import jax
 
 from jaxft import patterns, records
-from jaxft.checkpoint import array_store, incremental, layout, run_record
+from jaxft.checkpoint import array_store, incremental, layout, run_record, step_files
 from jaxft.checkpoint import manifest as manifests
 from jaxft.checkpoint.chunking import ArrayOptions
 from jaxft.checkpoint.manifest import LeafEntry, Manifest
@@ -163,7 +163,7 @@ class Proof:
         bad = self.bad_leaves(digests)
         if bad and jax.process_count() == 1:
             raise UnhealthyError(bad)
-        files = manifests.collect_files(folder, array_layout=self.arrays.layout)
+        files = step_files.collect_files(folder, array_layout=self.arrays.layout)
         names = self._digests.names
         sizes = array_store.measure_leaves(
             folder,

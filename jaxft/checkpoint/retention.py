@@ -156,7 +156,7 @@ def _read_health(path: str, commit_secs: float) -> bool:
     del commit_secs
     # All steps are asked after a restart, beside training, and a manifest of thousands
     # of leaves takes long to be understood. That of a damaged one is no matter here.
-    file = pathlib.Path(path, manifests.MANIFEST_ITEM, manifests.MANIFEST_FILE)
+    file = pathlib.Path(path, layout.MANIFEST_ITEM, manifests.MANIFEST_FILE)
     return _HEALTHY in file.read_bytes() or manifests.read(path).healthy
 
 

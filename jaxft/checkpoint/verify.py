@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from jaxft import fingerprints
-from jaxft.checkpoint import array_store, contents, layout, run_record
+from jaxft.checkpoint import array_store, contents, layout, run_record, step_files
 from jaxft.checkpoint import manifest as manifests
 from jaxft.checkpoint.manifest import LeafEntry, Manifest, Problem
 from jaxft.checkpoint.stored_tree import ArrayError
@@ -104,7 +104,7 @@ def check_step(
     return problems + _check_shadows(step_path, manifest)
 
 
-_MANIFEST_PATH = f"{manifests.MANIFEST_ITEM}/{manifests.MANIFEST_FILE}"
+_MANIFEST_PATH = f"{layout.MANIFEST_ITEM}/{manifests.MANIFEST_FILE}"
 _RECORD_PATH = f"{layout.RUN_ITEM}/{run_record.RECORD_FILE}"
 
 
@@ -375,9 +375,9 @@ def _check_unproven(manifest: Manifest) -> list[Problem]:
     is_ocdbt = manifest.array_layout == "ocdbt"
     problems = []
     for path, entry in manifest.files.items():
-        if entry.sha256 or manifests.leaf_folder(path, manifest.files) in names:
+        if entry.sha256 or step_files.leaf_folder(path, manifest.files) in names:
             continue
-        if is_ocdbt and manifests.is_database_part(path) and manifest.leaves:
+        if is_ocdbt and step_files.is_database_part(path) and manifest.leaves:
             continue
         problems.append(Problem(path, "nothing proves it: no digest, no leaf"))
     return problems
@@ -388,7 +388,7 @@ def _check_shadows(
 ) -> list[Problem]:
     """Files that came later and that a reader would believe."""
     found = []
-    for path in manifests.list_files(step_path):
+    for path in step_files.list_files(step_path):
         folder, _, name = path.rpartition("/")
         if path in manifest.files or not f"{folder}/".startswith(_STATE):
             continue

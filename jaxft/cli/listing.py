@@ -65,7 +65,7 @@ def _describe(info: records.CheckpointInfo) -> dict[str, Any]:
         row["metrics"] = record["metrics"]
         noted = manifest.read(info.path)
     except FileNotFoundError as error:
-        is_manifest = f"/{manifest.MANIFEST_ITEM}/" in str(error.filename)
+        is_manifest = f"/{layout.MANIFEST_ITEM}/" in str(error.filename)
         row["problem"] = "no manifest" if is_manifest else "no run record"
     except (OSError, ValueError, records.FaultError) as error:
         row["problem"] = " ".join(str(error).split())

@@ -21,7 +21,7 @@ from jaxft.recovery.workdir import WorkdirLock
 _OF_A_STEP = (
     f"{layout.STATE_ITEM}/{TREE_FILE}",
     f"{layout.RUN_ITEM}/{RECORD_FILE}",
-    f"{manifest.MANIFEST_ITEM}/{manifest.MANIFEST_FILE}",
+    f"{layout.MANIFEST_ITEM}/{manifest.MANIFEST_FILE}",
     layout.ORBAX_NOTES,
     TREE_FILE,
 )

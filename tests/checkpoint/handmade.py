@@ -13,7 +13,7 @@ import numpy as np
 import tensorstore as ts
 
 from jaxft import fingerprints
-from jaxft.checkpoint import array_store, run_record
+from jaxft.checkpoint import array_store, run_record, step_files
 from jaxft.checkpoint import manifest as manifests
 
 _BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
@@ -84,7 +84,7 @@ def write_manifest(
     codec: str = "raw",
     healthy: bool = True,
 ) -> None:
-    files = manifests.collect_files(path, array_layout=layout)
+    files = step_files.collect_files(path, array_layout=layout)
     sizes = array_store.measure_leaves(
         path,
         names=[entry["name"] for entry in entries.values()],

@@ -12,8 +12,7 @@ import pytest
 import tensorstore as ts
 from etils import epath
 
-from jaxft.checkpoint import array_store
-from jaxft.checkpoint import manifest as manifests
+from jaxft.checkpoint import array_store, step_files
 
 LAYOUTS = ("files-zarr2", "files-zarr3", "ocdbt-zarr2", "ocdbt-zarr3", "v1")
 
@@ -131,7 +130,7 @@ def test_leaves_are_measured(stock, name):
         if path.is_file()
     }
     entries = {
-        path: manifests.FileEntry(path=path, num_bytes=file.stat().st_size, sha256="")
+        path: step_files.FileEntry(path=path, num_bytes=file.stat().st_size, sha256="")
         for path, file in files.items()
     }
     sizes = array_store.measure_leaves(

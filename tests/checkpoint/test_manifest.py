@@ -11,6 +11,7 @@ import pytest
 
 from jaxft import fingerprints, records
 from jaxft.checkpoint import manifest as manifests
+from jaxft.checkpoint import step_files
 
 CHECKED = [
     {"name": "bytes", "configuration": {"endian": "little"}},
@@ -70,7 +71,7 @@ def _manifest(step: pathlib.Path, array_layout: str = "files") -> manifests.Mani
         healthy=False,
         unhealthy=("a/w",),
         leaves={"a/w": leaf, "c": dataclasses.replace(leaf, path="c", name="c")},
-        files=manifests.collect_files(step, array_layout=array_layout),
+        files=step_files.collect_files(step, array_layout=array_layout),
     )
 
 
@@ -88,7 +89,7 @@ def test_it_is_never_written_over(step):
 
 
 def test_only_chunks_that_end_in_a_checksum_have_no_digest(step):
-    files = manifests.collect_files(step, array_layout="files")
+    files = step_files.collect_files(step, array_layout="files")
     without = {path for path, entry in files.items() if not entry.sha256}
     assert without == {"state/a.w/c/0/0", "state/a.w/c/0/1", "state/c/c"}
     assert "manifest/older" not in files
@@ -97,22 +98,24 @@ def test_only_chunks_that_end_in_a_checksum_have_no_digest(step):
         11,
         hashlib.sha256(b'{"step": 3}').hexdigest(),
     )
-    ocdbt = manifests.collect_files(step, array_layout="ocdbt")
+    assert files["state/c/c"].crc32c == b"alar".hex()
+    assert {path for path, entry in files.items() if entry.crc32c} == without
+    ocdbt = step_files.collect_files(step, array_layout="ocdbt")
     assert ocdbt.keys() == files.keys()
     assert all(entry.sha256 for entry in ocdbt.values())
 
 
 def test_only_large_data_files_of_a_database_have_no_digest(step):
-    small, large = bytes(manifests.MAX_DIGESTED_BYTES), bytes(2**22 + 1)
+    small, large = bytes(step_files.MAX_DIGESTED_BYTES), bytes(2**22 + 1)
     names = ["state/d/1", "state/ocdbt.process_0/d/2", "state/a.w/x/d/3", "run/d/4"]
     for name in names:
         for end, data in (("", large), (".small", small)):
             (step / name).parent.mkdir(parents=True, exist_ok=True)
             (step / f"{name}{end}").write_bytes(data)
-    files = manifests.collect_files(step, array_layout="ocdbt")
+    files = step_files.collect_files(step, array_layout="ocdbt")
     assert {path for path, entry in files.items() if not entry.sha256} == {*names[:2]}
     # A leaf may be called like their folder.
-    files = manifests.collect_files(step, array_layout="files")
+    files = step_files.collect_files(step, array_layout="files")
     assert all(files[name].sha256 for name in names)
 
 

@@ -16,7 +16,7 @@ import pytest
 import tensorstore as ts
 
 from jaxft import fingerprints
-from jaxft.checkpoint import layout, manifest, mirror, run_record
+from jaxft.checkpoint import layout, manifest, mirror, run_record, step_files
 
 CODECS = [
     {"name": "bytes", "configuration": {"endian": "little"}},
@@ -127,7 +127,7 @@ class Root:
                 codec="raw",
                 healthy=healthy,
                 leaves=entries | old,
-                files=manifest.collect_files(made, array_layout="files"),
+                files=step_files.collect_files(made, array_layout="files"),
             ),
         )
         made.rename(self.step_path(step))
