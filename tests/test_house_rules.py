@@ -166,7 +166,7 @@ def test_private_imports_say_why():
 def test_the_repository_speaks_of_itself_alone():
     """No path of the machine that something was written on."""
     places = [re.escape(f"/{name}/") for name in ("work", "opt/venvs", "root")]
-    pattern = re.compile(rf"(?<![\w.}}]){'|'.join(places)}|/tmp/brief")
+    pattern = re.compile(rf"(?<![\w.}}]){'|'.join(places)}|/tmp/(brief|wt)")
     suffixes = {".py", ".md", ".toml", ".cfg", ".ipynb", ".yaml", ".yml", ".sh", ""}
     roots = [*(ROOT / name for name in (*FOLDERS, "colabs", ".ci")), ROOT]
     found = []
@@ -174,6 +174,8 @@ def test_the_repository_speaks_of_itself_alone():
         paths = root.glob("*") if root == ROOT else root.rglob("*")
         for path in sorted(paths):
             if path == pathlib.Path(__file__) or not path.is_file():
+                continue
+            if path.name == ".git":  # A worktree's, which says where the rest is.
                 continue
             # A stored checkpoint has files that are no text.
             text = path.read_text(errors="replace") if path.suffix in suffixes else ""
