@@ -34,6 +34,8 @@ usage: python -m jaxft.main --config=FILE --workdir=FOLDER [--config.SECTION.FIE
   --workdir=FOLDER       checkpoints, events, lock and compile cache; the same command
                          goes on where an earlier one stopped
   --role=supervise|work  restart the worker when it dies (default), or run it alone
+  --num_processes=N --process_index=I --coordinator=HOST:PORT
+                         who this is, where neither Slurm nor Kubernetes says it
 
 exit codes: 0 finished, 65 not finite, 66 no usable checkpoint, 70 crashed,
             73 workdir in use, 74 save failed, 75 stopped (run again to go on),
@@ -50,12 +52,18 @@ class Command:
         config: from the file, with overrides; not yet resolved.
         workdir: as it was given.
         role: `supervise` or `work`.
+        num_processes: of the whole job; None when it was not given.
+        process_index: of this one; None when it was not given.
+        coordinator: `host:port`; empty when it was not given.
     """
 
     argv: tuple[str, ...]
     config: Config
     workdir: str
     role: str
+    num_processes: int | None = None
+    process_index: int | None = None
+    coordinator: str = ""
 
 
 def parse(argv: Sequence[str]) -> Command:
@@ -81,6 +89,9 @@ def parse(argv: Sequence[str]) -> Command:
         config=values.config,
         workdir=values.workdir,
         role=values.role,
+        num_processes=values.num_processes,
+        process_index=values.process_index,
+        coordinator=values.coordinator,
     )
 
 
@@ -90,6 +101,9 @@ def _define_flags(values: flags.FlagValues, config: Config, words: list[str]) ->
     once = define | {"allow_overwrite": False}
     flags.DEFINE_string("workdir", "", "folder of the run", **once)
     flags.DEFINE_enum("role", "supervise", ["supervise", "work"], "role", **define)
+    flags.DEFINE_integer("num_processes", None, "of the whole job", **define)
+    flags.DEFINE_integer("process_index", None, "of this process", **define)
+    flags.DEFINE_string("coordinator", "", "host:port where they meet", **define)
 
 
 def _split_config(argv: Sequence[str]) -> tuple[str, list[str]]:

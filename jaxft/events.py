@@ -26,6 +26,15 @@ Event = Mapping[str, Any]
 
 # kind -> the fields it always has, and what they mean.
 KINDS: dict[str, dict[str, str]] = {
+    # the supervisor, or a worker without one
+    "launcher": {
+        "name": "what started the command: alone, flags, slurm, jobset, indexed_job",
+        "process_index": "of this process",
+        "num_processes": "of the whole job",
+        "coordinator": "where they meet; empty for one",
+        "job": "as the scheduler calls it; empty for none",
+        "num_requeues": "how often the scheduler started it anew",
+    },
     # the supervisor
     "launch": {"worker_pid": "process id", "attempt": "0 for the first worker"},
     "worker_exit": {

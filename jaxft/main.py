@@ -51,6 +51,7 @@ from jaxft.faults.preemption import StopRequests, interrupt, parse_signals
 from jaxft.metrics import writers
 from jaxft.metrics.report import Summary
 from jaxft.records import ExitCode, Fault, FaultError, FaultKind
+from jaxft.recovery.launchers import Launcher, find_launcher
 from jaxft.recovery.supervisor import Launch, Outcome, Supervisor
 from jaxft.recovery.workdir import WorkdirLock, absolute, give_back_all
 from jaxft.recovery.worker_link import SupervisorLink
@@ -79,7 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = parse(argv)
         settings.lock(configs.resolve(command.config))
         parse_signals(command.config.preemption.signals)
-        return work(command) if command.role == "work" else supervise(command)
+        launcher = _launcher(command)
+        if command.role == "work":
+            return work(command, launcher=launcher)
+        return supervise(command, launcher=launcher)
     except ConfigError as error:
         return _refuse(str(error), ExitCode.CONFIG)
     except FaultError as error:
@@ -101,7 +105,22 @@ def _find_factories_here() -> None:
         sys.path.insert(0, folder)
 
 
-def supervise(command: Command) -> int:
+def _launcher(command: Command) -> Launcher:
+    """Who started this process; refused as one of several."""
+    launcher = find_launcher(
+        os.environ,
+        num_processes=command.num_processes,
+        process_index=command.process_index,
+        coordinator=command.coordinator,
+    )
+    if launcher.num_processes > 1:
+        who = f"process {launcher.process_index} of {launcher.num_processes}"
+        problem = f"this is {who} ({launcher.kind}): start one"
+        raise ConfigError("", f"runs of several processes are not built yet; {problem}")
+    return launcher
+
+
+def supervise(command: Command, *, launcher: Launcher) -> int:
     """Starts the worker and restarts it; prints the summary."""
     if "jax" in sys.modules:
         _say(
@@ -125,6 +144,7 @@ def supervise(command: Command) -> int:
             return [sys.executable, "-m", "jaxft.main", *words, handed_over]
 
         log = EventLog(lock.workdir / "events", role="supervise", tee=summary.take_line)
+        log("launcher", **launcher.event())
         outcome = Supervisor(
             make_argv,
             config=config.supervisor,
@@ -170,11 +190,12 @@ def _work_for_supervisor(fd: int) -> int:
     )
 
 
-def work(command: Command) -> int:
+def work(command: Command, *, launcher: Launcher) -> int:
     """One worker without a supervisor; prints the summary."""
     summary = Summary()
     with WorkdirLock.acquire(command.workdir) as lock:
         log = EventLog(lock.workdir / "events", role="work", tee=summary.take_line)
+        log("launcher", **launcher.event())
 
         def close(fault: Fault | None, entered: bool) -> None:
             if not entered:

@@ -34,6 +34,16 @@ def test_overrides_of_every_type() -> None:
     assert (parsed.role, parsed.workdir) == ("work", "/tmp/x")
 
 
+def test_who_this_is_may_be_said() -> None:
+    parsed = parse(command())
+    given = (parsed.num_processes, parsed.process_index, parsed.coordinator)
+    assert given == (None, None, "")
+    words = ("--num_processes=4", "--process_index=0", "--coordinator=n1:8476")
+    parsed = parse(command(*words))
+    given = (parsed.num_processes, parsed.process_index, parsed.coordinator)
+    assert given == (4, 0, "n1:8476")
+
+
 def test_options_of_ones_own_are_declared_in_the_file(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "own.py"
     file.write_text(
@@ -70,6 +80,7 @@ def test_options_of_ones_own_are_declared_in_the_file(tmp_path: pathlib.Path) ->
         (["--", "--config.model.wdth=3"], "did you mean 'width'"),
         (["--wokdir=/tmp/y"], "[Uu]nknown command line flag 'wokdir'.*workdir"),
         (["--role=boss"], "role.*supervise.work"),
+        (["--num_processes=two"], "num_processes.*two"),
         (["stray"], "unexpected arguments: stray"),
         (["--", "stray"], "unexpected arguments: stray"),
         (["--config=other.py"], "--config is given twice: .*tiny_lm.py and other.py"),

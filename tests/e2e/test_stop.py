@@ -241,7 +241,7 @@ def test_a_history_that_cannot_be_written_is_said(command: Any) -> None:
     assert code == 0, err
     # By the worker and by its supervisor: each has a file of its own.
     assert err.count("history incomplete: ") == 1
-    assert "incomplete: 4 events lost from" in out
+    assert "incomplete: 5 events lost from" in out
     assert "10 of 10" in out
 
 
