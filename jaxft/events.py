@@ -4,9 +4,11 @@ World: host-only. Floor: above `records` and `config`. Goodput, reports, the
 supervisor and people read the same lines. A process that dies leaves at most one
 torn line at the end of its own file; the reader skips it.
 
-Every line has `kind`, `time` (seconds since the epoch), `host`, `role` and `pid`,
-and the fields that `KINDS` lists for its kind. A reader must ignore what it does
-not know. Numbers that JSON does not have are text: "nan", "inf", "-inf".
+Every line has `kind`, `time` (seconds since the epoch), `mono` (seconds of a clock
+that is never set back, the same for all processes of a host from one boot to the
+next), `boot` (which one), `host`, `role` and `pid`, and the fields that `KINDS` lists
+for its kind. A reader must ignore what it does not know. Numbers that JSON does not
+have are text: "nan", "inf", "-inf".
 """
 
 from __future__ import annotations
@@ -189,6 +191,7 @@ class EventLog:
         role: `supervise`, `work` or `notebook`.
         tee: also called with each finished line (the worker's pipe).
         clock: seconds since the epoch.
+        uptime: seconds that are never set back, the same for all of a host.
 
     A history that cannot be written never stops a run: each event is tried anew, is
     lost alone, and is handed to `tee` in any case.
@@ -205,8 +208,10 @@ class EventLog:
         role: str,
         tee: Callable[[str], None] | None = None,
         clock: Clock = time.time,
+        uptime: Clock = time.monotonic,
     ):
         self._host = socket.gethostname()
+        self._boot = boot_id()
         start = f"{clock():.3f}".replace(".", "")
         name = f"{self._host}-{role}-{start}-{os.getpid()}.jsonl"
         self.path = pathlib.Path(folder) / name
@@ -216,6 +221,7 @@ class EventLog:
         self._role = role
         self._tee = tee
         self._clock = clock
+        self._uptime = uptime
         self._lock = threading.Lock()
         self._held: list[str] | None = []
         self._fd = -1
@@ -244,6 +250,8 @@ class EventLog:
         record = {
             "kind": kind,
             "time": self._clock(),
+            "mono": self._uptime(),
+            "boot": self._boot,
             "host": self._host,
             "role": self._role,
             "pid": os.getpid(),
@@ -290,6 +298,15 @@ class EventLog:
             if self._fd >= 0:
                 os.close(self._fd)
                 self._fd = -1
+
+
+def boot_id() -> str:
+    """Names this boot of this host, in eight letters; empty where nobody knows."""
+    try:
+        path = pathlib.Path("/proc/sys/kernel/random/boot_id")
+        return path.read_text("ascii").strip()[:8]
+    except (OSError, ValueError):
+        return ""
 
 
 def _encode(record: dict[str, Any]) -> str:
