@@ -318,6 +318,26 @@ class SupervisorConfig(Section):
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
+class HangConfig(Section):
+    """When a run that makes no progress is ended; see `jaxft/limits.py`."""
+
+    enabled: bool = setting(True, "look for hangs", numbers=False)
+    factor: float = positive(
+        10.0, "limit over the longest recent time of the same phase", numbers=False
+    )
+    min_secs: float = positive(60.0, "least limit of a step", numbers=False)
+    first_secs: float = positive(
+        1800.0, "limit of what was never seen: a first compilation", numbers=False
+    )
+    margin_secs: float = positive(
+        15.0, "the supervisor acts this much later than the worker", numbers=False
+    )
+    end_notebook: bool = setting(
+        False, "end the process in jaxft.run, too, not only report", numbers=False
+    )
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
 class ResumeConfig(Section):
     """What a start does with what it finds in the workdir."""
 
@@ -393,6 +413,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = setting(CheckpointConfig, "checkpoints")
     preemption: PreemptionConfig = setting(PreemptionConfig, "stop requests")
     supervisor: SupervisorConfig = setting(SupervisorConfig, "restarts")
+    hang: HangConfig = setting(HangConfig, "hangs")
     resume: ResumeConfig = setting(ResumeConfig, "resuming")
     init: InitConfig = setting(InitConfig, "parameters to begin with")
     compile: CompileConfig = setting(CompileConfig, "compile cache")

@@ -163,6 +163,15 @@ KINDS: dict[str, dict[str, str]] = {
     "save_failed": {"step": "its label", "reason": "one line"},
     "deleted": {"step": "its label", "path": "its folder"},
     "delete_failed": {"path": "what stayed", "reason": "one line"},
+    "hang": {
+        "phase": "a Phase; in it nothing moved any more",
+        "step": "finished step attempts; -1 before the first is known",
+        "silent_secs": "since the last progress",
+        "limit_secs": "of that phase, then",
+        "seen_by": "watchdog or supervisor",
+        "stacks": "of all threads, the end of it: at most 4 kB",
+        "file": "that holds all of it; empty for none",
+    },
     "stop_request": {"reason": "signal name, time limit or notebook"},
     "stop_plan": {
         "step": "of the border where the run stops",

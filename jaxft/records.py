@@ -229,6 +229,7 @@ _NEWS = frozenset(
         "metric_missing",
         "rollback",
         "abandoned",
+        "hang",
     }
 )
 

@@ -1,0 +1,90 @@
+"""What every thread of this process is doing, as text for people.
+
+World: host-only. Floor: faults. Read `jaxft/faults/watchdog.py`, which asks when
+nothing moves, next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import pathlib
+import sys
+import threading
+import types
+
+from jaxft.records import MAX_EVIDENCE_BYTES
+
+# Files of debuggers: whoever sits in one of their frames waits for a person.
+_DEBUGGERS = frozenset({"pdb.py", "bdb.py", "pydevd.py"})
+# XLA is at work below this function of JAX: a compilation, however it came about.
+_COMPILER = os.path.join("jax", "_src", "compiler.py")
+
+
+def all_stacks(*, last: int) -> str:
+    """Every thread by name, the newest call last; thread `last` comes last."""
+    frames = sys._current_frames()
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"Thread {names.get(ident, ident)} (most recent call last):\n"
+        + "\n".join(_lines(frames[ident]))
+        for ident in sorted(frames, key=lambda ident: (ident == last, ident))
+    )
+
+
+def frames_of(ident: int) -> list[types.FrameType]:
+    """The frames of a thread, the newest first."""
+    frame = sys._current_frames().get(ident)
+    frames = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def where(frames: list[types.FrameType]) -> str:
+    """The newest of `frames` in a few words: file, line and function."""
+    if not frames:
+        return "nowhere"
+    return _place(frames[0])
+
+
+def excerpt(text: str, *, max_bytes: int = MAX_EVIDENCE_BYTES) -> str:
+    """The end of `text`, whole lines of it."""
+    data = text.encode()
+    if len(data) <= max_bytes:
+        return text
+    return data[-max_bytes:].decode(errors="ignore").partition("\n")[2]
+
+
+def is_compiling(frames: list[types.FrameType]) -> bool:
+    """Whether XLA compiles for these frames; False where JAX has moved the place."""
+    return any(frame.f_code.co_filename.endswith(_COMPILER) for frame in frames)
+
+
+def is_debugged(frames: list[types.FrameType]) -> bool:
+    """Whether a debugger holds these frames, or a native one this process."""
+    if any(os.path.basename(f.f_code.co_filename) in _DEBUGGERS for f in frames):
+        return True
+    with contextlib.suppress(OSError):
+        status = pathlib.Path("/proc/self/status").read_text()
+        return "\nTracerPid:\t0\n" not in status
+    return False
+
+
+def _place(frame: types.FrameType) -> str:
+    code = frame.f_code
+    return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
+
+
+def _lines(frame: types.FrameType | None) -> list[str]:
+    lines: list[str] = []
+    while frame is not None:
+        source = linecache.getline(
+            frame.f_code.co_filename, frame.f_lineno, frame.f_globals
+        ).strip()
+        place = f"  {_place(frame)}"
+        lines.append(f"{place}\n    {source}" if source else place)
+        frame = frame.f_back
+    return lines[::-1]
