@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from jaxft import patterns
-from jaxft.checkpoint import foreign, foreign_fit, foreign_source, leaves
+from jaxft.checkpoint import foreign, foreign_fit, foreign_source, leaf_requests
 from jaxft.config import ConfigError, InitConfig
 from jaxft.records import Emit, FaultError, FaultKind
 from jaxft.train.step import TrainStep
@@ -79,7 +79,7 @@ def load(chosen: InitConfig, step: TrainStep, *, emit: Emit) -> PyTree:
             allow_cast=chosen.allow_cast,
             emit=emit,
         ).tree
-    except leaves.TargetMismatchError as error:
+    except leaf_requests.TargetMismatchError as error:
         raise ConfigError("init.checkpoint", _listed(error.problems)) from error
     except FaultError as error:
         if error.fault.kind is not FaultKind.CONFIG:

@@ -16,6 +16,7 @@ import numpy as np
 # public name. `test_array_handler.py` fails when it moves.
 from orbax.checkpoint._src.serialization import replica_slices  # noqa: TID251
 
+from jaxft.checkpoint import leaves
 from jaxft.checkpoint.chunking import Box, make_box
 
 
@@ -74,13 +75,15 @@ def take(pairs: list[tuple[jax.Array, Any]], **how: Any) -> list[Snapshot]:
                 f"leaf {info.name} is an array of one process alone: "
                 "place it on a mesh of all"
             )
-        is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+        is_key = leaves.is_key(value.dtype)
         keys.append(str(jax.random.key_impl(value)) if is_key else None)
         arrays.append(jax.random.key_data(value) if is_key else value)
     is_pinned = any(info.enable_pinned_host_transfer for _, info in pairs)
     single = {i for i, x in enumerate(arrays) if _is_single(x) and not is_pinned}
     for i in single:
-        arrays[i].copy_to_host_async()
+        (device,) = arrays[i].devices()
+        if device.platform != "cpu":  # Else it is there, and held.
+            arrays[i].copy_to_host_async()
     rest = [i for i in range(len(arrays)) if i not in single]
     slices = replica_slices.transfer_arrays_to_host(
         [arrays[i] for i in rest],

@@ -23,7 +23,13 @@ import ml_dtypes
 import numpy as np
 
 from jaxft import patterns, records
-from jaxft.checkpoint import foreign_fit, foreign_source, leaves, renames, run_record
+from jaxft.checkpoint import (
+    foreign_fit,
+    foreign_source,
+    leaf_requests,
+    renames,
+    run_record,
+)
 
 PyTree = Any
 
@@ -71,7 +77,7 @@ def load(
         path: an item, a step, or a root or workdir, of which the newest step is taken
             that was neither rolled back nor saved with values that are not finite.
         target: the tree to come back: arrays, `jax.ShapeDtypeStruct`, numbers, text.
-            JAX arrays are placed as `leaves.match` says. None for NumPy.
+            JAX arrays are placed as `leaf_requests.match` says. None for NumPy.
         paths: globs over stored paths; see `jaxft/patterns.py`.
         rename: stored path -> path in the target; see `jaxft/checkpoint/renames.py`.
         optional: globs over target paths: the target's own value where it is not
@@ -226,7 +232,7 @@ def _load_into(
     wanted = foreign_fit.by_path(target)
     found = foreign_fit.compare(source, names, wanted, options=options)
     if problems := found.differences.problems():
-        raise leaves.TargetMismatchError(source.path, problems)
+        raise leaf_requests.TargetMismatchError(source.path, problems)
     values = dict(wanted)
     values |= _read_leaves(source, names, found.requests)
     tree = jax.tree.unflatten(jax.tree.structure(target), list(values.values()))
@@ -243,7 +249,7 @@ def _load_into(
 def _read_leaves(
     source: foreign_source.ForeignSource,
     names: Mapping[str, str],
-    requests: Mapping[str, leaves.Request],
+    requests: Mapping[str, leaf_requests.Request],
 ) -> dict[str, Any]:
     """Target path -> leaf, read, cast and placed."""
     large = [
@@ -261,18 +267,18 @@ def _read_leaves(
             values[name] = _stream(source, names[name], requests[name])
     except ValueError as error:
         text = f"{name}: {error}"
-        raise leaves.TargetMismatchError(source.path, [text]) from error
+        raise leaf_requests.TargetMismatchError(source.path, [text]) from error
     return values
 
 
-def _sharding(request: leaves.Request) -> jax.sharding.Sharding | None:
-    """Where an array goes shard by shard; None for what `leaves.decode` places."""
+def _sharding(request: leaf_requests.Request) -> jax.sharding.Sharding | None:
+    """Where an array goes shard by shard; None for what `decode` places."""
     is_array = request.spec.kind is run_record.LeafKind.ARRAY
     is_plain = is_array and not request.spec.dtype.startswith("key<")
     return request.sharding if is_plain and not request.spec.is_empty else None
 
 
-def _place(value: Any, request: leaves.Request, *, key_impl: str) -> Any:
+def _place(value: Any, request: leaf_requests.Request, *, key_impl: str) -> Any:
     """One leaf as the target wants it.
 
     Raises:
@@ -281,7 +287,9 @@ def _place(value: Any, request: leaves.Request, *, key_impl: str) -> Any:
     spec = request.spec
     if key_impl:
         data = jax.numpy.asarray(value)
-        return leaves.decode(jax.random.wrap_key_data(data, impl=key_impl), request)
+        return leaf_requests.decode(
+            jax.random.wrap_key_data(data, impl=key_impl), request
+        )
     if request.python is str:
         return value
     if request.python is not None:
@@ -292,7 +300,7 @@ def _place(value: Any, request: leaves.Request, *, key_impl: str) -> Any:
         value = jax.make_array_from_callback(
             spec.shape, sharding, functools.partial(operator.getitem, value)
         )
-    return leaves.decode(value, request)
+    return leaf_requests.decode(value, request)
 
 
 def _cast(value: np.ndarray, dtype: str) -> np.ndarray:
@@ -312,7 +320,7 @@ def _cast(value: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _stream(
-    source: foreign_source.ForeignSource, path: str, request: leaves.Request
+    source: foreign_source.ForeignSource, path: str, request: leaf_requests.Request
 ) -> jax.Array:
     """A large array, of which each shard leaves the host when it is full.
 
@@ -345,7 +353,7 @@ def _stream(
 
     source.read_parts(path, on_part)
     array = jax.make_array_from_single_device_arrays(spec.shape, sharding, arrays)
-    return leaves.decode(array, request)
+    return leaf_requests.decode(array, request)
 
 
 class _Shard:

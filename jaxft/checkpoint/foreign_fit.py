@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from jaxft import patterns
-from jaxft.checkpoint import contents, foreign_source, leaves, run_record
+from jaxft.checkpoint import contents, foreign_source, leaf_requests, leaves, run_record
 
 PyTree = Any
 
@@ -73,7 +73,7 @@ class Comparison:
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     cast: Mapping[str, tuple[str, str]]
-    requests: Mapping[str, leaves.Request]
+    requests: Mapping[str, leaf_requests.Request]
     differences: Differences
 
 
@@ -145,12 +145,14 @@ def _match(
     *,
     found: Differences,
     path: str,
-) -> Mapping[str, leaves.Request]:
+) -> Mapping[str, leaf_requests.Request]:
     """How each leaf is read; what does not fit is added to what was found."""
     try:
         # Flat: a path is one key there. The whole target decides where things go.
-        return leaves.match({name: wanted[name] for name in specs}, specs, path=path)
-    except leaves.TargetMismatchError as error:
+        return leaf_requests.match(
+            {name: wanted[name] for name in specs}, specs, path=path
+        )
+    except leaf_requests.TargetMismatchError as error:
         for name, _, text in (problem.partition(": ") for problem in error.problems):
             if name not in found.casts:
                 found.others.setdefault(name, text)

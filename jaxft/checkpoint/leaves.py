@@ -1,7 +1,8 @@
-"""How each leaf of a state is stored, and how it comes back as it was.
+"""How each leaf of a state is stored.
 
-World: device. Floor: above `layout`, below `orbax_io`. Read
-`jaxft/checkpoint/layout.py` before and `jaxft/checkpoint/orbax_io.py` after.
+World: device. Floor: above `layout`, below `leaf_requests`. Read
+`jaxft/checkpoint/layout.py` before, and after it `jaxft/checkpoint/leaf_requests.py`,
+the way back.
 
 A state is stored as nested dicts and lists of what Orbax keeps bit for bit; beside
 it the run record holds the same tree with the type of every leaf. What needs help:
@@ -18,11 +19,10 @@ with its path before anything is written.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,7 +30,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jaxft import records
 from jaxft.checkpoint import layout, run_record
 
 PyTree = Any
@@ -41,32 +40,13 @@ _PLAIN_DTYPE = re.compile(
     r"|float4_e2m1fn|float8_(e3m4|e4m3b11fnuz|e4m3fn|e4m3fnuz|e5m2|e5m2fnuz|e8m0fnu)"
 )
 # What it does not: integers by value, floats by their bits.
-_BYTE_DTYPES = {
+BYTE_DTYPES = {
     "uint2": np.dtype(ml_dtypes.uint2),
     "uint4": np.dtype(ml_dtypes.uint4),
     "float8_e4m3": np.dtype(ml_dtypes.float8_e4m3),
 }
 
-_MAX_SHOWN = 20
 _text = functools.cache(str)  # of a dtype
-
-
-class TargetMismatchError(records.FaultError):
-    """The target asks for another state than the stored one.
-
-    Not a damaged checkpoint: the program has changed.
-
-    Attributes:
-        problems: one line a leaf.
-    """
-
-    def __init__(self, path: str, problems: list[str]):
-        shown = problems[:_MAX_SHOWN]
-        if len(problems) > _MAX_SHOWN:
-            shown = [*shown, f"... and {len(problems) - _MAX_SHOWN} more"]
-        text = "\n  ".join([f"the state in {path} does not fit the target:", *shown])
-        super().__init__(records.Fault(kind=records.FaultKind.CONFIG, evidence=text))
-        self.problems = problems
 
 
 @functools.cache
@@ -91,7 +71,52 @@ def encode(state: PyTree) -> tuple[PyTree, Any]:
     Raises:
         LeafError: a leaf, or its path, cannot be stored; the text names it.
     """
+    flat, treedef = jax.tree.flatten(state)
+    if plan := _known_plan(flat, treedef):
+        order, stored, types = plan
+        return jax.tree.unflatten(stored, [flat[i] for i in order]), types
     return _walk_state(state, _encode_leaf)
+
+
+def _known_plan(flat: list[Any], treedef: Any) -> Any:
+    """See `_plan`; None where a leaf is to be looked at. The loop waits for this."""
+    try:
+        kinds = tuple(
+            (x.dtype, x.shape, getattr(x, "weak_type", False))
+            for x in flat
+            if isinstance(x, jax.Array)
+            and not isinstance(x, jax.core.Tracer)
+            and not x.is_deleted()
+        )
+        return _plan(treedef, kinds) if len(kinds) == len(flat) else None
+    except TypeError:  # A node whose fixed part has no hash.
+        return None
+
+
+@functools.lru_cache(maxsize=8)
+def _plan(treedef: Any, kinds: tuple[tuple[Any, tuple[int, ...], bool], ...]) -> Any:
+    """What `encode` does with each state of JAX arrays of one kind.
+
+    Returns:
+        For each stored leaf its place among the state's, the structure of the stored
+        tree, the types; None where one of them is not stored as it is.
+    """
+    places = iter(range(len(kinds)))
+    specs = []
+
+    def place(leaf: Any, path: tuple[str, ...]) -> tuple[int, str]:
+        specs.append(_array_spec(leaf, "/".join(path)))
+        return next(places), str(specs[-1])
+
+    structs = [
+        jax.ShapeDtypeStruct(shape, dtype, weak_type=weak)
+        for dtype, shape, weak in kinds
+    ]
+    stored, types = _walk_state(jax.tree.unflatten(treedef, structs), place)
+    if any(spec.is_empty or spec.dtype in BYTE_DTYPES for spec in specs):
+        return None
+    order, structure = jax.tree.flatten(stored)
+    return order, structure, types
 
 
 def check(target: PyTree) -> None:
@@ -276,225 +301,16 @@ def _numpy_spec(
 
 
 def _check_dtype(dtype: str, name: str) -> None:
-    if not _PLAIN_DTYPE.fullmatch(dtype) and dtype not in _BYTE_DTYPES:
+    if not _PLAIN_DTYPE.fullmatch(dtype) and dtype not in BYTE_DTYPES:
         raise layout.LeafError(f"leaf {name} has dtype {dtype}, which is not stored")
 
 
 def _to_bytes(value: Any, dtype: str) -> Any:
     """The value in a dtype that the array format has."""
-    if dtype not in _BYTE_DTYPES:
+    if dtype not in BYTE_DTYPES:
         return value
     if dtype.startswith("uint"):
         return value.astype(np.uint8)
     if isinstance(value, jax.Array):
         return jax.lax.bitcast_convert_type(value, jnp.uint8)
     return value.view(np.uint8)
-
-
-def _from_bytes(value: Any, dtype: str) -> Any:
-    """Undoes `_to_bytes`."""
-    if dtype not in _BYTE_DTYPES:
-        return value
-    if dtype.startswith("uint"):
-        return value.astype(_BYTE_DTYPES[dtype])
-    if isinstance(value, jax.Array):
-        return jax.lax.bitcast_convert_type(value, _BYTE_DTYPES[dtype])
-    return value.view(_BYTE_DTYPES[dtype])
-
-
-# --- restoring ----------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """How one leaf is to be read.
-
-    Attributes:
-        spec: what is stored.
-        python: the Python type to read into, or None for an array.
-        sharding: where a JAX array goes; None for NumPy and for uncommitted arrays.
-        is_jax: whether a JAX array is wanted.
-    """
-
-    spec: run_record.LeafSpec
-    python: type | None = None
-    sharding: jax.sharding.Sharding | None = None
-    is_jax: bool = False
-
-    @property
-    def stored_dtype(self) -> str:
-        """Name of the dtype of the array on disk."""
-        return "uint8" if self.spec.dtype in _BYTE_DTYPES else self.spec.dtype
-
-
-def match(
-    target: PyTree, specs: Mapping[str, run_record.LeafSpec], *, path: str
-) -> dict[str, Request]:
-    """Leaf path -> how to read it, in the order of the target's leaves.
-
-    Args:
-        target: the tree to come back. A leaf is a value of the stored type, or a
-            `jax.ShapeDtypeStruct`. A JAX array comes back with the leaf's sharding,
-            uncommitted where the leaf is. A struct without sharding is replicated
-            over the mesh of the first leaf that has one; where none has, it comes
-            back uncommitted on the default device.
-        specs: the stored leaves.
-        path: the step folder, for the error.
-
-    Raises:
-        TargetMismatchError: it lists every leaf that differs.
-    """
-    wanted = {}
-    for keys, leaf in jax.tree_util.tree_flatten_with_path(target)[0]:
-        segments: tuple[str, ...] = ()
-        for key in keys:
-            segments = (*segments, _segment(key, segments))
-        wanted["/".join(segments)] = leaf
-    problems = [f"{name}: not in the checkpoint" for name in wanted.keys() - specs]
-    problems += [f"{name}: not in the target" for name in specs.keys() - wanted]
-    default = _default_sharding(target)
-    requests = {}
-    for name, leaf in wanted.items():
-        if name not in specs:
-            continue
-        request = _request(leaf, specs[name], default)
-        if isinstance(request, Request) and _is_too_wide(request):
-            request = (
-                f"stored {request.spec}: JAX holds no 64-bit values now; set "
-                "jax_enable_x64 or ask for a NumPy array"
-            )
-        if isinstance(request, str):
-            problems.append(f"{name}: {request}")
-        else:
-            requests[name] = request
-    if problems:
-        raise TargetMismatchError(path, sorted(problems))
-    return requests
-
-
-def _default_sharding(target: PyTree) -> jax.sharding.Sharding | None:
-    for leaf in jax.tree.leaves(target):
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, jax.sharding.NamedSharding):
-            return jax.sharding.NamedSharding(
-                sharding.mesh, jax.sharding.PartitionSpec()
-            )
-    return None
-
-
-_ARRAY_KINDS = (
-    run_record.LeafKind.ARRAY,
-    run_record.LeafKind.WEAK,
-    run_record.LeafKind.NUMPY,
-)
-
-
-def _request(
-    leaf: Any, spec: run_record.LeafSpec, default: jax.sharding.Sharding | None
-) -> Request | str:
-    """How to read one leaf, or what is wrong."""
-    if isinstance(leaf, np.generic):
-        want = run_record.LeafSpec(run_record.LeafKind.NUMPY_SCALAR, str(leaf.dtype))
-        return Request(spec) if want == spec else f"stored {spec}, wanted {want}"
-    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray):
-        is_numpy = isinstance(leaf, np.ndarray)
-        kind = spec.kind if spec.kind in _ARRAY_KINDS else run_record.LeafKind.ARRAY
-        want = run_record.LeafSpec(kind, str(leaf.dtype), tuple(leaf.shape))
-        if want != spec or (is_numpy and spec.dtype.startswith("key<")):
-            return f"stored {spec}, wanted {want}"
-        if is_numpy:
-            return Request(spec)
-        sharding = _sharding(leaf, default)
-        if sharding is not None:
-            try:
-                sharding.shard_shape(spec.shape)
-            except ValueError as error:
-                return f"stored {spec} cannot be placed: {error}"
-        return Request(spec, sharding=sharding, is_jax=True)
-    want = type(leaf).__name__
-    if spec.kind in run_record.PYTHON_KINDS and spec.kind == want:
-        return Request(spec, python=type(leaf))
-    if spec.kind is run_record.LeafKind.WEAK and spec.dtype.startswith(want):
-        # A number that jit gave back as a weakly typed scalar, which acts like it: as
-        # the step of a Flax TrainState, an int until the first update.
-        return Request(spec, is_jax=True)
-    return f"stored {spec}, wanted {want}"
-
-
-def _is_too_wide(request: Request) -> bool:
-    """Whether JAX would narrow the leaf to 32 bits, as it does until told not to."""
-    if not request.is_jax or request.spec.dtype.startswith("key<"):
-        return False
-    dtype = jnp.dtype(request.spec.dtype)
-    return jax.dtypes.canonicalize_dtype(dtype) != dtype
-
-
-def _sharding(
-    leaf: jax.Array | jax.ShapeDtypeStruct, default: jax.sharding.Sharding | None
-) -> jax.sharding.Sharding | None:
-    if isinstance(leaf, jax.Array):
-        return leaf.sharding if leaf.committed else None
-    return leaf.sharding or default
-
-
-def decode(value: Any, request: Request, *, is_fresh: bool = False) -> Any:
-    """The leaf as it was, from what Orbax read.
-
-    Args:
-        value: what was read.
-        request: what for.
-        is_fresh: the value is an array in its place that is nobody else's.
-
-    Raises:
-        ValueError: what was read has another type or shape than the record says.
-    """
-    spec = request.spec
-    if request.python is not None:
-        if type(value) is not request.python:
-            raise ValueError(f"read a {type(value).__name__} where a {spec} was saved")
-        return value
-    if spec.is_empty:
-        value = np.zeros(spec.shape, spec.dtype)
-    else:
-        value = _from_bytes(value, spec.dtype)
-    if (str(value.dtype), tuple(value.shape)) != (spec.dtype, spec.shape):
-        raise ValueError(
-            f"read {value.dtype}{list(value.shape)} where a {spec} was saved"
-        )
-    if not request.is_jax:
-        return value[()] if spec.kind is run_record.LeafKind.NUMPY_SCALAR else value
-    if is_fresh and spec.dtype not in _BYTE_DTYPES:
-        return value
-    if spec.kind is run_record.LeafKind.WEAK:
-        # A Python number is the only public source of weak types.
-        value = jnp.asarray(np.asarray(value).item())
-        return value if request.sharding is None else _put(value, request.sharding)
-    if request.sharding is None:
-        return _uncommitted(value)
-    return _put(value, request.sharding)
-
-
-def _uncommitted(value: Any) -> jax.Array:
-    """A fresh array on the default device that goes wherever it is needed."""
-    if is_key(value.dtype):
-        data = jnp.array(np.asarray(jax.random.key_data(value)))
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
-    return jnp.array(np.asarray(value))
-
-
-def _put(value: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """The array in its place, in memory of its own.
-
-    On CPU, JAX takes host memory over without a copy where its alignment allows, and
-    such a buffer is never donated: a copy is as donatable as a fresh array.
-    """
-    if not isinstance(value, jax.Array) or value.sharding != sharding:
-        value = jax.device_put(value, sharding)
-    if next(iter(sharding.device_set)).platform != "cpu":
-        return value
-    return _copier(sharding)(value)
-
-
-@functools.lru_cache(maxsize=1024)
-def _copier(sharding: jax.sharding.Sharding) -> Any:
-    return jax.jit(jnp.copy, out_shardings=sharding)

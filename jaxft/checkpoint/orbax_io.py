@@ -34,7 +34,7 @@ from jaxft.checkpoint import (
     array_reader,
     causes,
     layout,
-    leaves,
+    leaf_requests,
     peers,
     quiet,
     run_record,
@@ -333,7 +333,7 @@ def read_state(
 
     Args:
         path: the step's folder.
-        target: see `leaves.match`.
+        target: see `leaf_requests.match`.
         record: the step's run record.
         memory_bytes: host memory to use beyond the result.
         proof: the step's manifest, where the caller compares the fingerprint of every
@@ -345,7 +345,7 @@ def read_state(
         Exception: whatever Orbax and TensorStore raise about damaged files; `probe`
             tells those from failures that are not the checkpoint's.
     """
-    requests = leaves.match(target, run_record.leaf_specs(record), path=path)
+    requests = leaf_requests.match(target, run_record.leaf_specs(record), path=path)
     arrays = ArrayOptions(memory_bytes=memory_bytes)
     files = proof.files if proof else {}
     raw = RawChunks(
@@ -364,17 +364,17 @@ def read_state(
     return jax.tree.unflatten(treedef, result)
 
 
-def _decode(value: Any, request: leaves.Request) -> Any:
+def _decode(value: Any, request: leaf_requests.Request) -> Any:
     is_fresh = isinstance(value, jax.Array) and array_reader.fills(
         value.dtype, request.sharding
     )
-    return leaves.decode(value, request, is_fresh=is_fresh)
+    return leaf_requests.decode(value, request, is_fresh=is_fresh)
 
 
 def _restore(
     path: str,
     record: Mapping[str, Any],
-    requests: Mapping[str, leaves.Request],
+    requests: Mapping[str, leaf_requests.Request],
     arrays: ArrayOptions,
     *,
     raw: RawChunks | None = None,
@@ -391,7 +391,7 @@ def _restore(
 
 
 def _map_types(
-    node: Any, requests: Mapping[str, leaves.Request], make: Any, path: str = ""
+    node: Any, requests: Mapping[str, leaf_requests.Request], make: Any, path: str = ""
 ) -> Any:
     """The record's tree of types with `make(request)` for each leaf on disk."""
     if isinstance(node, dict):
@@ -419,7 +419,7 @@ def _walk_values(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, node
 
 
-def _item(request: leaves.Request | None) -> Any:
+def _item(request: leaf_requests.Request | None) -> Any:
     """What stands for a leaf in the tree that Orbax is to restore."""
     if request is None:
         return ocp.PLACEHOLDER
@@ -429,7 +429,7 @@ def _item(request: leaves.Request | None) -> Any:
     return jax.ShapeDtypeStruct(spec.shape, np.dtype(request.stored_dtype))
 
 
-def _restore_args(request: leaves.Request | None) -> ocp.RestoreArgs:
+def _restore_args(request: leaf_requests.Request | None) -> ocp.RestoreArgs:
     """How Orbax is to read a leaf."""
     if request is None:
         return ocp.RestoreArgs()
@@ -458,7 +458,7 @@ def probe(path: str) -> str:
     """
     try:
         record = run_record.read_record(path)
-        part: dict[str, leaves.Request] = {}
+        part: dict[str, leaf_requests.Request] = {}
         size = 0
         for name, spec in run_record.leaf_specs(record).items():
             part[name] = _host_request(spec)
@@ -474,16 +474,16 @@ def probe(path: str) -> str:
     return ""
 
 
-def _host_request(spec: run_record.LeafSpec) -> leaves.Request:
+def _host_request(spec: run_record.LeafSpec) -> leaf_requests.Request:
     types = {"int": int, "float": float, "bool": bool, "str": str}
     is_key = spec.dtype.startswith("key<")
-    return leaves.Request(spec, python=types.get(spec.kind), is_jax=is_key)
+    return leaf_requests.Request(spec, python=types.get(spec.kind), is_jax=is_key)
 
 
 def _read_part(
-    path: str, record: Mapping[str, Any], part: Mapping[str, leaves.Request]
+    path: str, record: Mapping[str, Any], part: Mapping[str, leaf_requests.Request]
 ) -> None:
     arrays = ArrayOptions(memory_bytes=_PROBE_BYTES)
     values = _restore(path, record, part, arrays)
     for name, request in part.items():
-        leaves.decode(values.pop(name, None), request)
+        leaf_requests.decode(values.pop(name, None), request)

@@ -55,7 +55,7 @@ def restore_newest(
     Args:
         root: the checkpoint root; it need not exist.
         target: the state to come back, as values or, not to have it in memory twice,
-            `jax.ShapeDtypeStruct`; see `jaxft.checkpoint.leaves.match`.
+            `jax.ShapeDtypeStruct`; see `jaxft.checkpoint.leaf_requests.match`.
         step: this one, or an error; never replaced by another.
         check: what else the run record must fulfil: a text is damage, like any other.
         verify: how much is proven; see `jaxft.checkpoint.judge`.

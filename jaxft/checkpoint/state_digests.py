@@ -215,12 +215,13 @@ def _split(
     On CPU the memory of the devices is the host's, and what is held in it stays.
     """
     is_on_host = functools.cache(_is_on_host)
-    on_host = {
-        path: leaf
-        for path, leaf in arrays.items()
-        if is_on_host(leaf.sharding, leaf.nbytes > _AT_HAND_BYTES)
-    }
-    if sum(leaf.nbytes for leaf in on_host.values()) > memory_bytes // 2:
+    on_host, num_bytes = {}, 0
+    for path, leaf in arrays.items():
+        size = leaf.nbytes
+        if is_on_host(leaf.sharding, size > _AT_HAND_BYTES):
+            on_host[path] = leaf
+            num_bytes += size
+    if num_bytes > memory_bytes // 2:
         small = _small(on_host)
         on_host = {path: on_host[path] for path in small}
     return {path: arrays[path] for path in arrays if path not in on_host}, on_host

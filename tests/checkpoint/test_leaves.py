@@ -12,7 +12,7 @@ from flax import struct
 from flax.training import train_state
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxft.checkpoint import layout, leaves, manager
+from jaxft.checkpoint import layout, leaf_requests, leaves, manager
 
 pytestmark = pytest.mark.device
 
@@ -113,6 +113,41 @@ def test_typed_keys_keep_implementation_and_stream(tmp_path, shape):
         key = restored[impl].reshape(-1)[0] if shape else restored[impl]
         other = state[impl].reshape(-1)[0] if shape else state[impl]
         assert jax.random.bits(key) == jax.random.bits(other)
+
+
+def test_a_known_tree_is_encoded_as_a_new_one(monkeypatch):
+    state = {
+        "z": {"b": jnp.ones(3, jnp.bfloat16), "a": [jnp.arange(4), None]},
+        "key": jax.random.key(1),
+        "weak": jnp.asarray(2.0),
+        "opt": optax.adam(1e-3).init({"w": jnp.zeros((2, 3))}),
+        "last": (jnp.zeros((), bool),),
+    }
+    known = leaves.encode(state), leaves.encode(state)
+    assert leaves._known_plan(*jax.tree.flatten(state)) is not None
+    monkeypatch.setattr(leaves, "_known_plan", lambda *_: None)
+    stored, types = leaves.encode(state)
+    for other_stored, other_types in known:
+        assert other_types == types
+        assert jax.tree.structure(other_stored) == jax.tree.structure(stored)
+        pairs = zip(jax.tree.leaves(other_stored), jax.tree.leaves(stored), strict=True)
+        assert all(one is other for one, other in pairs)
+
+
+@pytest.mark.parametrize(
+    "leaf", [1, jnp.zeros((0, 2)), jnp.ones(2, jnp.uint4), np.ones(2), "text"]
+)
+def test_a_tree_with_a_leaf_to_look_at_is_never_known(leaf):
+    state = {"a": jnp.ones(2), "b": leaf}
+    assert leaves._known_plan(*jax.tree.flatten(state)) is None
+
+
+def test_a_deleted_leaf_of_a_known_tree_is_seen():
+    state = {"a": jnp.ones(2)}
+    leaves.encode(state)
+    state["a"].delete()
+    with pytest.raises(layout.LeafError, match="deleted"):
+        leaves.encode(state)
 
 
 def test_python_values_and_containers_come_back(tmp_path):
@@ -301,7 +336,7 @@ def test_a_mismatch_lists_every_path(tmp_path):
         ),
         "f": jnp.ones(1),
     }
-    with pytest.raises(leaves.TargetMismatchError) as error:
+    with pytest.raises(leaf_requests.TargetMismatchError) as error:
         _trip(tmp_path, saved, target)
     problems = "\n".join(error.value.problems)
     assert "a: stored array float32[3], wanted array bfloat16[3]" in problems
@@ -328,7 +363,7 @@ def test_a_64_bit_leaf_is_not_narrowed_but_refused(tmp_path, kind, is_placed):
     value = _WIDE[kind]
     sharding = SingleDeviceSharding(jax.devices()[0]) if is_placed else None
     struct = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
-    with pytest.raises(leaves.TargetMismatchError) as error:
+    with pytest.raises(leaf_requests.TargetMismatchError) as error:
         _trip(tmp_path, {"w": value}, {"w": struct})
     (problem,) = error.value.problems
     assert f"w: stored numpy {value.dtype}" in problem
@@ -347,13 +382,13 @@ def test_a_64_bit_number_is_not_narrowed_but_refused(tmp_path):
     with jax.enable_x64(True), manager.CheckpointManager(tmp_path) as saved:
         saved.save(1, {"count": jnp.asarray(2**40 + 1)})
     with manager.CheckpointManager(tmp_path) as saved:
-        with pytest.raises(leaves.TargetMismatchError, match="jax_enable_x64"):
+        with pytest.raises(leaf_requests.TargetMismatchError, match="jax_enable_x64"):
             saved.restore({"count": 0})
         assert saved.steps() == [1]
 
 
 def test_a_key_of_another_implementation_is_a_mismatch(tmp_path):
-    with pytest.raises(leaves.TargetMismatchError, match="key<rbg>"):
+    with pytest.raises(leaf_requests.TargetMismatchError, match="key<rbg>"):
         _trip(
             tmp_path,
             {"k": jax.random.key(1, impl="rbg")},

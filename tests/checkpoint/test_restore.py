@@ -16,7 +16,15 @@ import orbax.checkpoint as ocp
 import pytest
 
 from jaxft import config, records
-from jaxft.checkpoint import judge, layout, leaves, manager, manifest, restore
+from jaxft.checkpoint import (
+    judge,
+    layout,
+    leaf_requests,
+    manager,
+    manifest,
+    restore,
+    step_files,
+)
 
 pytestmark = [
     pytest.mark.device,
@@ -291,7 +299,7 @@ def test_a_newer_format_stops_and_leaves_everything(tmp_path):
 def test_a_target_that_differs_never_quarantines(tmp_path):
     _fill(tmp_path, 10, 20)
     with pytest.raises(
-        leaves.TargetMismatchError, match="extra: not in the checkpoint"
+        leaf_requests.TargetMismatchError, match="extra: not in the checkpoint"
     ):
         restore.restore_newest(tmp_path, _state(0) | {"extra": 1})
     assert sorted(os.listdir(tmp_path)) == ["10", "20"]
@@ -399,7 +407,7 @@ def test_a_store_that_does_not_answer_is_no_damage(tmp_path, monkeypatch, number
             raise OSError(number, os.strerror(number), path)
         return real(path, *args, **kwargs)
 
-    for module in (judge, manifest):
+    for module in (judge, manifest, step_files):
         monkeypatch.setattr(module, "open", fail, raising=False)
     with pytest.raises(records.FaultError, match=os.strerror(number)) as error:
         restore.restore_newest(tmp_path, _state(0))
@@ -415,7 +423,7 @@ def test_a_process_without_files_is_no_damage(tmp_path, monkeypatch):
     def fail(path, *args, **kwargs):
         raise OSError(errno.EMFILE, "Too many open files", path)
 
-    for module in (judge, manifest):
+    for module in (judge, manifest, step_files):
         monkeypatch.setattr(module, "open", fail, raising=False)
     with pytest.raises(OSError, match="Too many open files"):
         restore.restore_newest(tmp_path, _state(0))

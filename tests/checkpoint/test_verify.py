@@ -119,7 +119,7 @@ def test_every_damage_of_every_file_is_found(proven, tmp_path, full):
 def test_a_large_file_of_a_database_is_proven_by_its_values(
     tmp_path, monkeypatch, codec
 ):
-    monkeypatch.setattr(manifests, "MAX_DIGESTED_BYTES", 2**16)
+    monkeypatch.setattr(step_files, "MAX_DIGESTED_BYTES", 2**16)
     values = np.random.default_rng(0).integers(0, 255, 6 << 20, np.uint8)
     leaves = {"w": values, "b": np.arange(9)}
     step = handmade.make_step(tmp_path, 1, leaves, layout="ocdbt", codec=codec)

@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 
 from jaxft import records
-from jaxft.checkpoint import decisions, foreign, layout, leaves, manager, manifest
+from jaxft.checkpoint import (
+    decisions,
+    foreign,
+    layout,
+    leaf_requests,
+    manager,
+    manifest,
+)
 
 pytestmark = pytest.mark.device
 ROOT = pathlib.Path(__file__).parents[3]
@@ -183,7 +190,7 @@ def test_nnx_names_become_linen_names(save, same):
 def test_optional_paths_keep_the_targets_values(stored, same):
     path, state, _ = stored
     ema = jax.tree.map(lambda x: x + 1, state["params"])
-    with pytest.raises(leaves.TargetMismatchError) as info:
+    with pytest.raises(leaf_requests.TargetMismatchError) as info:
         foreign.load(path, state | {"ema": ema})
     assert len(info.value.problems) == 4
     assert "ema/Dense_0/bias: not in the checkpoint, and not optional" in str(
@@ -192,7 +199,7 @@ def test_optional_paths_keep_the_targets_values(stored, same):
     loaded = foreign.load(path, state | {"ema": ema}, optional="ema/**")
     assert same(loaded.tree, state | {"ema": ema})
     assert len(loaded.missing) == 4
-    with pytest.raises(leaves.TargetMismatchError, match="has no value to keep"):
+    with pytest.raises(leaf_requests.TargetMismatchError, match="has no value to keep"):
         foreign.load(path, state | {"ema": _structs(ema)}, optional="ema/**")
 
 
@@ -203,7 +210,7 @@ def test_everything_that_does_not_fit_is_listed_at_once(stored):
         "kernel": jnp.zeros((8, 15)),
         "bias": jnp.zeros(16, jnp.bfloat16),
     }
-    with pytest.raises(leaves.TargetMismatchError) as info:
+    with pytest.raises(leaf_requests.TargetMismatchError) as info:
         foreign.load(path, target)
     text = str(info.value)
     assert "params/Dense_2/bias: not in the checkpoint" in text
@@ -230,7 +237,9 @@ def test_casts_only_where_allowed_and_told(stored, same):
     path, state, _ = stored
     target = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state["params"])
     wanted = {"params": _structs(target)}
-    with pytest.raises(leaves.TargetMismatchError, match="allow the cast by name"):
+    with pytest.raises(
+        leaf_requests.TargetMismatchError, match="allow the cast by name"
+    ):
         foreign.load(path, wanted, paths="params/**", allow_cast="params/Dense_1/**")
     events = Events()
     loaded = foreign.load(
@@ -253,7 +262,7 @@ def test_casts_only_where_allowed_and_told(stored, same):
 )
 def test_a_cast_that_changes_a_number_is_refused(save, stored_value, wanted, reason):
     path = save({"a": jnp.asarray(stored_value)})
-    with pytest.raises(leaves.TargetMismatchError, match=reason):
+    with pytest.raises(leaf_requests.TargetMismatchError, match=reason):
         foreign.load(path, {"a": jnp.asarray(wanted)}, allow_cast="**")
 
 
