@@ -282,6 +282,7 @@ class Loop:
             FaultError: it could not be saved, or is not finite.
         """
         manager = self._parts.manager
+        self._emit("phase", name="save")
         while True:
             if manager.last_committed != self.step:
                 self._save(state, force=True)

@@ -27,6 +27,15 @@ _OF_A_STEP = (
 )
 
 
+def workdir_at(text: str) -> pathlib.Path:
+    """The workdir that a path names.
+
+    Raises:
+        FaultError: kind CONFIG or NO_CHECKPOINT: it is no folder.
+    """
+    return pathlib.Path(_existing(text))
+
+
 def root_at(text: str) -> str:
     """The checkpoint root that a path names: itself, or that of a workdir.
 

@@ -13,6 +13,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+# A unit, the next smaller one, and seconds of both.
+_SPANS = (
+    ("d", "h", 86400, 3600),
+    ("h", "min", 3600, 60),
+    ("min", "s", 60, 1),
+)
 _REDRAW_SECS = 0.2
 _CLEAR = "\r\x1b[K"
 
@@ -25,6 +31,17 @@ def size(num_bytes: float) -> str:
             break
         value /= 1000
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
+
+
+def span(secs: float) -> str:
+    """A time as long as people say it: `0.25 s`, `12.3 s`, `5 min 12 s`, `3 d 4 h`."""
+    if secs < 99.95:
+        return f"{secs:.2f} s" if secs < 9.995 else f"{secs:.1f} s"
+    left = round(secs)
+    for unit, smaller, size, rest in _SPANS:
+        if left >= size:
+            return f"{left // size} {unit} {left % size // rest} {smaller}"
+    raise AssertionError(secs)
 
 
 def date(secs: float) -> str:

@@ -31,7 +31,8 @@ class Account:
         num_launches: workers that were started.
         last_step: number of finished steps now; -1 when none is known.
         last_target: where the run ends, in steps; -1 when that is not known.
-        begun_secs: time of the first event, in seconds since the epoch.
+        ending: how the last worker or command ended; empty while it goes on.
+        begun_secs: time of the first launch, in seconds since the epoch.
         last_secs: time of the last.
     """
 
@@ -43,6 +44,7 @@ class Account:
         self.num_launches = 0
         self.last_step = -1
         self.last_target = -1
+        self.ending = ""
         self.begun_secs = 0.0
         self.last_secs = 0.0
         self._lives = Lives()
@@ -57,7 +59,7 @@ class Account:
         turn = Turn()
         with contextlib.suppress(*MALFORMED):
             turn = self._lives.take(event)
-        self.begun_secs = self.begun_secs if self.num_events else at_secs
+        self.begun_secs = self.begun_secs if self.num_launches else at_secs
         self.last_secs = at_secs
         self.num_events += 1
         self.num_launches += turn.border is Border.BEGIN
@@ -67,6 +69,7 @@ class Account:
         self.costs.take(event, at_secs=at_secs, turn=turn)
         with contextlib.suppress(*MALFORMED):
             self._take_place(event)
+            self._take_ending(event, turn)
 
     def go_on_until(self, at_secs: float) -> None:
         """The run is still going on, at this time."""
@@ -88,6 +91,16 @@ class Account:
                 self.last_step = max(self.last_step, int(event["step"]))
             case "run":
                 self.last_target = int(event["num_steps"])
+
+    def _take_ending(self, event: Event, turn: Turn) -> None:
+        if turn.border in (Border.BEGIN, Border.BACK):
+            self.ending = ""
+        elif turn.border is Border.OVER:
+            code = int(event["exit_code"])
+            self.ending = f"{event['reason']} (exit {code})" if code else "finished"
+        elif turn.alone:
+            words = str(event.get("reason") or event.get("evidence") or event["kind"])
+            self.ending = " ".join(words.split())[:240]
 
 
 def account_of(events: Iterable[tuple[float, Event]]) -> Account:

@@ -3,8 +3,8 @@
 World: host-only. Floor: goodput, above `lives`. Read `jaxft/goodput/lives.py` before
 and `jaxft/goodput/incidents.py` after it.
 
-The wall time of a run is from its first event, the first launch, to its last, over
-all restarts and all commands; in between the causes leave no gap and count nothing
+The wall time of a run is from its first launch to its last event, over all restarts
+and all commands; in between the causes leave no gap and count nothing
 twice, by construction: the time between two events is held until an event says what
 it was, and is then booked as a whole. Counted in whole microseconds, so sums are exact.
 
@@ -49,10 +49,10 @@ class Cause(enum.StrEnum):
     INIT = "init"
     COMPILE = "compile"
     RESTORE = "restore"
-    DATA = "data wait"
-    STEP = "productive step"
-    REPEATED = "repeated step"
-    SAVE = "checkpoint blocking"
+    DATA = "data_wait"
+    STEP = "productive_step"
+    REPEATED = "repeated_step"
+    SAVE = "checkpoint_blocking"
     EVALUATION = "evaluation"
     HANG = "hang"
     DOWN = "down"
@@ -107,7 +107,7 @@ class Ledger:
 
     @property
     def wall_secs(self) -> float:
-        """From the first event to the last."""
+        """From the first launch to the last event."""
         return 0.0 if self._begun is None else (self._at - self._begun) / _PER_SEC
 
     @property
@@ -148,9 +148,12 @@ class Ledger:
             at_secs: its time; one before that of an earlier event counts as the same.
             turn: what it means for the life of a worker.
         """
-        at = max(round(at_secs * _PER_SEC), self._at if self._begun is not None else 0)
+        at = round(at_secs * _PER_SEC)
         if self._begun is None:
+            if turn.border is not Border.BEGIN:
+                return  # A supervisor that has not launched anything yet.
             self._begun = self._at = at
+        at = max(at, self._at)
         passed, self._at = at - self._at, at
         if turn.border is Border.BEGIN:
             self._begin(turn, passed=passed)
@@ -183,6 +186,7 @@ class Ledger:
             self._close(is_lost=True)
             self._enter(Cause.DOWN)
         if turn.new_command and not self._is_off:
+            # Where nobody has said that the command before it had ended.
             self._close(is_lost=False)
             self._enter(Cause.DOWN, is_off=True)
         self._held += passed

@@ -273,6 +273,26 @@ def _let_go_in_child() -> None:
 os.register_at_fork(after_in_child=_let_go_in_child)
 
 
+def is_in_use(workdir: str | os.PathLike[str]) -> bool:
+    """Whether a run has the workdir now; nothing is changed or made.
+
+    Raises:
+        OSError: that cannot be found out.
+    """
+    try:
+        fd = os.open(pathlib.Path(workdir) / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    try:
+        # A start that comes at this very moment tries again.
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
 def absolute(workdir: str | os.PathLike[str]) -> pathlib.Path:
     """The absolute path, without `~` and `..`.
 

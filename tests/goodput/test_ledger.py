@@ -38,9 +38,9 @@ def test_a_run_without_a_fault(story: Any) -> None:
         "init": 1.0 + 2.0,
         "restore": 3.0,
         "compile": 4.0,
-        "data wait": 1.0,
-        "productive step": 0.5 + 3.5 + 1.75 + 1.0,
-        "checkpoint blocking": 0.25 + 0.5,
+        "data_wait": 1.0,
+        "productive_step": 0.5 + 3.5 + 1.75 + 1.0,
+        "checkpoint_blocking": 0.25 + 0.5,
         "evaluation": 3.0,
         "down": 0.125,
     }
@@ -60,8 +60,8 @@ def test_steps_of_a_dead_worker_are_repeated(story: Any) -> None:
     # Steps 5 to 10 again, 11 to 16 for the first time, half a second each.
     told.steps(5, 16, 6.0, data=0.0)
     secs = told.secs()
-    assert secs["productive step"] == 10.0 + 3.0
-    assert secs["repeated step"] == 2.0 + 3.0
+    assert secs["productive_step"] == 10.0 + 3.0
+    assert secs["repeated_step"] == 2.0 + 3.0
     assert secs["down"] == 5.0
     assert secs["init"] == 2 * 3.0
     assert secs["restore"] == 2 * 3.0
@@ -90,8 +90,8 @@ def test_a_supervisor_that_was_killed_leaves_no_word(story: Any) -> None:
     told.launch(0).begin(restored=10).steps(11, 11, 1.0)
     assert told.account().ledger.off_secs == 60.0
     assert told.secs()["down"] == 60.0
-    assert "repeated step" not in told.secs()
-    assert told.secs()["productive step"] == 11.0
+    assert "repeated_step" not in told.secs()
+    assert told.secs()["productive_step"] == 11.0
 
 
 def test_workers_without_a_supervisor(story: Any) -> None:
@@ -103,7 +103,7 @@ def test_workers_without_a_supervisor(story: Any) -> None:
     told.begin(restored=30)
     # With the imports, of which nobody tells here.
     assert told.account().ledger.off_secs == 3 * (7.0 + 1.0)
-    assert told.secs()["productive step"] == 15.0
+    assert told.secs()["productive_step"] == 15.0
     assert told.account().num_launches == 4
 
 
@@ -117,8 +117,8 @@ def test_a_hang_is_from_the_last_progress_to_the_death(story: Any) -> None:
     secs = told.secs()
     assert secs["hang"] == 32.0
     # What it had done of the next steps before it hung.
-    assert secs["repeated step"] == 2.0
-    assert secs["productive step"] == 10.0
+    assert secs["repeated_step"] == 2.0
+    assert secs["productive_step"] == 10.0
 
 
 def test_a_hang_that_ends_by_itself(story: Any) -> None:
@@ -128,7 +128,7 @@ def test_a_hang_that_ends_by_itself(story: Any) -> None:
     told.steps(11, 11, 0.0).events[-1][1]["secs"] = 40.0
     told.steps(12, 12, 1.0)
     assert told.secs()["hang"] == 30.0 + 9.0
-    assert told.secs()["productive step"] == 10.0 + 1.0 + 1.0
+    assert told.secs()["productive_step"] == 10.0 + 1.0 + 1.0
     assert "unknown" not in told.secs()
 
 
@@ -137,9 +137,16 @@ def test_a_rollback_in_place(story: Any) -> None:
     told.say("rollback", step=4, origin=8, timeline=1, reason="spike")
     told.phase("restore", 0.5).phase("train", 2.0).steps(5, 12, 8.0)
     secs = told.secs()
-    assert secs["repeated step"] == 1.0 + 0.5 + 6.0
+    assert secs["repeated_step"] == 1.0 + 0.5 + 6.0
     assert secs["restore"] == 3.0 + 2.0
-    assert secs["productive step"] == 10.0 + 2.0
+    assert secs["productive_step"] == 10.0 + 2.0
+
+
+def test_a_run_begins_with_its_first_launch(story: Any) -> None:
+    told = story().watch("decision").wait(5.0).launch(0).begin().steps(1, 1, 1.0)
+    ledger = told.account().ledger
+    assert (ledger.wall_secs, ledger.off_secs) == (11.0, 0.0)
+    assert told.account().begun_secs == 1005.0
 
 
 def test_what_the_loop_did_not_measure_is_unknown(story: Any) -> None:

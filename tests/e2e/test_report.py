@@ -1,0 +1,85 @@
+"""A run that is killed and stopped is accounted for to the last second."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+
+def report(run: Any, *words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxft.cli", "report", str(run.workdir), *words],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_a_broken_run_is_accounted_for(command: Any, full: bool) -> None:
+    run = command("run", train__num_steps=400, eval__every_steps=100)
+    run.start()
+    began = time.monotonic()
+    run.wait_for(lambda: any(e["step"] >= 25 for e in run.events("step")))
+    known = json.loads(report(run, "--json"))
+    assert known["is_running"]
+    assert known["step"] >= 25
+    os.kill(run.events("launch")[0]["worker_pid"], signal.SIGKILL)
+    if full:
+        # Not before it is as far again: else the stop would share the loss.
+        run.wait_for(lambda: any(e["step"] >= 150 for e in run.events("step")))
+        os.kill(run.process.pid, signal.SIGTERM)
+        assert run.finish()[0] == 75
+        run.start()
+    assert run.finish()[0] == 0
+    took = time.monotonic() - began
+
+    known = json.loads(report(run, "--json"))
+    secs, wall = known["secs"], known["wall_secs"]
+    assert sum(secs.values()) == pytest.approx(wall, abs=1e-5)
+    assert min(secs.values()) >= 0
+    assert secs["unknown"] < 0.01 * wall
+    # All but the first supervisor's own beginning is in it.
+    assert 0.5 * took < wall < took
+    steps = run.events("step")
+    assert known["num_productive_steps"] == known["step"] == 400
+    ran = sum(e["step"] - e["first_step"] + 1 for e in steps)
+    assert known["num_repeated_steps"] == ran - 400
+    for cause in ("init", "compile", "restore", "productive_step", "evaluation"):
+        assert secs[cause] > 0, cause
+    assert secs["checkpoint_blocking"] > 0
+    assert full * 1e-3 <= known["off_secs"] < secs["down"]
+    measured = sum(e["secs"] for e in steps)
+    booked = ("productive_step", "repeated_step", "data_wait", "checkpoint_blocking")
+    assert sum(secs[cause] for cause in booked) > 0.8 * measured
+
+    killed, *others = known["incidents"]
+    assert killed["kind"] == "killed"
+    assert "SIGKILL" in killed["evidence"]
+    restored = run.events("restore")[0]["step"]
+    assert killed["num_lost_steps"] == killed["step"] - restored >= 0
+    assert killed["lost_secs"] > 0
+    told = [(one["kind"], one["evidence"]) for one in others]
+    assert told == full * [("stopped", "stopped by SIGTERM")]
+    assert all(one["is_over"] for one in known["incidents"])
+    first, *later = known["recoveries"]
+    assert not first["is_restart"]
+    assert len(later) == 1 + full
+    for one in later:
+        assert one["is_restart"]
+        parts = [v for name, v in one.items() if name.endswith("_secs")]
+        assert min(parts) >= -1e-6
+        assert one["restore_secs"] > 0
+    text = report(run)
+    assert "finished, step 400 of 400" in text
+    assert "killed by SIGKILL" in text
