@@ -27,6 +27,13 @@ from jaxft.config import Config, ConfigError
 from jaxft.data.iterator import BatchIterator
 from jaxft.data.pipeline import Pipeline, heldout_batches
 from jaxft.data.sources import Sources
+from jaxft.faults.plan import PlannedFault, parse_plan, poisoned
+from jaxft.faults.poison import (
+    GRADIENT_FIELD,
+    LOSS_FIELD,
+    PoisonedBatches,
+    with_factors,
+)
 from jaxft.models.adapters import to_model
 from jaxft.parallel.facts import collect_facts
 from jaxft.parallel.mesh import make_mesh
@@ -34,6 +41,7 @@ from jaxft.parallel.precision import make_precision
 from jaxft.parallel.sharding import check_batch, local_rows
 from jaxft.patterns import Patterns
 from jaxft.records import Emit
+from jaxft.train.injected import with_poison
 from jaxft.train.optimizer import train_only
 from jaxft.train.step import TrainStep, make_eval_step, make_train_step
 from jaxft.types import Model, TrainState
@@ -55,6 +63,7 @@ class Parts:
         manager: the checkpoints.
         facts: what can change numbers, config fields included.
         items: what a step takes in: its unit and how many.
+        faults: what is to happen on purpose.
     """
 
     config: Config
@@ -66,6 +75,7 @@ class Parts:
     manager: CheckpointManager
     facts: dict[str, Any]
     items: tuple[str, int]
+    faults: tuple[PlannedFault, ...] = ()
 
     def num_params(self) -> int:
         """Elements of all parameters."""
@@ -95,6 +105,11 @@ def build(
     """
     if jax.process_count() > 1:
         raise ConfigError("", "runs of several processes are not built yet")
+    faults = parse_plan(
+        config.faults.inject,
+        num_steps=config.train.num_steps,
+        num_bad=config.train.max_nonfinite,
+    )
     mesh = make_mesh(config.mesh, devices=devices)
     check_batch(
         config.data.global_batch,
@@ -109,6 +124,9 @@ def build(
         for name, x in row.items()
     }
     model = _model(config, example=batch_shapes)
+    if poisoned(faults):
+        fields = {"loss_field": LOSS_FIELD, "gradient_field": GRADIENT_FIELD}
+        model = model._replace(loss=with_poison(model.loss, **fields))
     step = _train_step(model, config, mesh=mesh)
     metrics = _check_loss(model, config, state=step.abstract_state, batch=batch_shapes)
     rows = local_rows(step.batch_sharding, config.data.global_batch)
@@ -130,10 +148,16 @@ def build(
         "manager": _manager(config, metrics=metrics, workdir=workdir, emit=emit),
         "facts": _facts(config, mesh=mesh, pipeline=pipeline),
         "items": _items(row, config.data.global_batch),
+        "faults": faults,
     }
+    batches = pipeline
+    if bad := poisoned(faults):
+        batches = PoisonedBatches(pipeline, bad)
+        parts["example"] = with_factors(parts["example"])
+        parts["heldout"] = [with_factors(batch) for batch in parts["heldout"]]
     # Last: it starts threads, and nothing may be refused any more.
     iterator = BatchIterator(
-        pipeline,
+        batches,
         num_threads=config.data.num_threads,
         prefetch=config.data.prefetch,
         poll=poll,

@@ -338,6 +338,18 @@ class HangConfig(Section):
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
+class FaultsConfig(Section):
+    """Faults on purpose, for drills: they really happen."""
+
+    inject: str = setting(
+        "",
+        "a plan such as 'kill@120; nan_grad@250-252; random(n=5, kinds=kill)'; see "
+        "jaxft/faults/plan.py; empty is off",
+        numbers=False,
+    )
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
 class ResumeConfig(Section):
     """What a start does with what it finds in the workdir."""
 
@@ -414,6 +426,7 @@ class Config(Section):
     preemption: PreemptionConfig = setting(PreemptionConfig, "stop requests")
     supervisor: SupervisorConfig = setting(SupervisorConfig, "restarts")
     hang: HangConfig = setting(HangConfig, "hangs")
+    faults: FaultsConfig = setting(FaultsConfig, "faults on purpose")
     resume: ResumeConfig = setting(ResumeConfig, "resuming")
     init: InitConfig = setting(InitConfig, "parameters to begin with")
     compile: CompileConfig = setting(CompileConfig, "compile cache")

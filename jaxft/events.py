@@ -181,6 +181,13 @@ KINDS: dict[str, dict[str, str]] = {
         "committed": "the newest committed step; -1 for none",
         "action": "save, wait for the one in flight, or leave",
     },
+    "injected": {
+        "number": "of the fault in its plan, from 1",
+        "fault": "kill, hang, ...: see jaxft/faults/plan.py",
+        "plan": "the fault as the plan has it",
+        "step": "at its border; for bad data the step that trains on it",
+        "process": "where it happens, right after this",
+    },
     "fault": {
         "fault": "a FaultKind",
         "step": "when it was seen",

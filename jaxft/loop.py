@@ -35,7 +35,9 @@ import numpy as np
 
 from jaxft import settings
 from jaxft.build import Parts
+from jaxft.data.iterator import batch_index
 from jaxft.faults.grace import SaveTimes, StopAction, StopQuestion, plan_stop
+from jaxft.faults.inject import Injector
 from jaxft.faults.nonfinite import NonfiniteRule
 from jaxft.faults.preemption import StopRequests
 from jaxft.metrics.meters import StepMeter, steps_per_sec
@@ -73,6 +75,7 @@ class Loop:
         restored: label of the step the state came from, -1 for a fresh start.
         evaluated: the step whose evaluation is already known, -1 for none.
         save_times: how long saves took; a stop goes by them.
+        injector: makes faults happen on purpose; None for none.
 
     Attributes:
         step: finished step attempts, for whoever reports a failure.
@@ -90,6 +93,7 @@ class Loop:
         restored: int = -1,
         evaluated: int = -1,
         save_times: SaveTimes | None = None,
+        injector: Injector | None = None,
     ):
         self.step = max(restored, 0)
         self._parts = parts
@@ -99,6 +103,7 @@ class Loop:
         self._emit = emit
         self._progress = progress
         self._evaluated = evaluated
+        self._injector = injector
         self._evaluation: dict[str, float] = {}
         self._save_times = save_times or SaveTimes()
         self._rate = 0.0
@@ -128,6 +133,8 @@ class Loop:
                 break
             if control & Control.SAVE or parts.manager.should_save(self.step):
                 self._save(state)
+            if self._injector is not None:
+                state = self._inject(state)
             try:
                 batch = next(parts.iterator)
             except StopWhileWaiting:
@@ -146,6 +153,15 @@ class Loop:
         if not self._save_last(state):
             return state, Ending.STOPPED
         return state, Ending.FINISHED
+
+    def _inject(self, state: TrainState) -> TrainState:
+        """What a plan of faults has for this border, and for the next batch."""
+        assert self._injector is not None
+        state = self._injector.at_border(self.step, state)
+        iterator = self._parts.iterator
+        number = batch_index(iterator.step, iterator.skipped)
+        self._injector.at_draw(self.step + 1, number)
+        return state
 
     def _is_of_stop(self, error: Exception) -> bool:
         """Whether input ends as the run is asked to stop; the state is good then.
@@ -259,7 +275,9 @@ class Loop:
     ) -> bool:
         assert self._parts.iterator.step == self.step, "a batch was drawn too early"
         metrics = self._evaluation if self._evaluated == self.step else None
-        return self._parts.manager.save(
+        if self._injector is not None:
+            self._injector.before_save(self.step)
+        has_begun = self._parts.manager.save(
             self.step,
             state,
             data=self._parts.iterator.get_state(),
@@ -271,6 +289,9 @@ class Loop:
             force=force,
             timeout_secs=timeout_secs,
         )
+        if self._injector is not None:
+            self._injector.in_save()
+        return has_begun
 
     def _save_last(self, state: TrainState) -> bool:
         """Commits the state after the last step, once whichever rule asked.

@@ -35,6 +35,7 @@ from jaxft.config import Config, ConfigError, ResumeMode
 from jaxft.events import EventLog
 from jaxft.faults.exceptions import fault_of
 from jaxft.faults.grace import SaveTimes
+from jaxft.faults.inject import Injector
 from jaxft.faults.preemption import StopRequests
 from jaxft.loop import Ending, Loop, StopWhileWaiting
 from jaxft.metrics.notes import Notes
@@ -44,6 +45,7 @@ from jaxft.parallel.compile_cache import CompileCache
 from jaxft.records import Fault, FaultError, FaultKind
 from jaxft.recovery.resume import check_resume
 from jaxft.recovery.workdir import WorkdirLock
+from jaxft.train.injected import exhaust_memory, flip_bit
 from jaxft.types import TrainState
 
 
@@ -117,6 +119,7 @@ class Worker:
         self._loop: Loop | None = None
         self._progress: ProgressLine | None = None
         self._save_times = SaveTimes()
+        self._injector: Injector | None = None
         self._notes = Notes(
             self._note,
             failed_saves=config.checkpoint.on_save_error.strip() != "fail",
@@ -141,6 +144,7 @@ class Worker:
                     emit=self._tell,
                     poll=self._poll_while_waiting,
                 )
+                self._plan_faults(parts)
                 self._preflight(parts)
             self._enter(parts)
             state, ending = self._train(parts)
@@ -179,6 +183,26 @@ class Worker:
         self._log(kind, **fields)
         self._notes.take(kind, fields)
         self._save_times.take(kind, fields)
+        if self._injector is not None:
+            self._injector.hear(kind)
+
+    def _plan_faults(self, parts: Parts) -> None:
+        """Faults on purpose; what an earlier one still holds is given back."""
+
+        def committed() -> list[int]:
+            parts.manager.finish()  # Else another one could become the newest.
+            return parts.manager.steps()
+
+        if parts.faults:
+            self._injector = Injector(
+                parts.faults,
+                workdir=self._workdir,
+                root=parts.manager.root,
+                committed=committed,
+                acts={"flip_bit": flip_bit, "exhaust_memory": exhaust_memory},
+                emit=self._log,
+                process=jax.process_index(),
+            )
 
     def _note(self, text: str) -> None:
         if self._progress is not None:
@@ -274,6 +298,7 @@ class Worker:
                 restored=restored,
                 evaluated=evaluated,
                 save_times=self._save_times,
+                injector=self._injector,
             )
             return self._loop.run(state)
         finally:

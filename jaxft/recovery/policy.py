@@ -25,6 +25,7 @@ NEVER_RESTARTED = frozenset(
         FaultKind.STOPPED,
         FaultKind.OUT_OF_MEMORY,
         FaultKind.NONFINITE,
+        FaultKind.SPIKE,
         FaultKind.NO_CHECKPOINT,
     }
 )
