@@ -12,6 +12,7 @@ import functools
 import importlib
 import os
 import pathlib
+import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -34,6 +35,8 @@ from jaxft.faults.poison import (
     PoisonedBatches,
     with_factors,
 )
+from jaxft.goodput.experience import read_experience
+from jaxft.intervals import Experience
 from jaxft.models.adapters import to_model
 from jaxft.parallel.facts import collect_facts
 from jaxft.parallel.mesh import make_mesh
@@ -351,8 +354,22 @@ def _manager(
         memory_budget=config.memory_budget,
         mirror=config.mirror,
         mirror_rate=config.mirror_rate,
+        experience=_experience(whole, workdir=workdir),
         emit=emit,
     )
+
+
+def _experience(config: Config, *, workdir: str | os.PathLike[str]) -> Experience:
+    """What `auto` goes by besides its own measurements."""
+    expected_hours = config.checkpoint.expected_failure_hours
+    if not policies.names_auto(config.checkpoint.save):
+        return Experience(expected_hours=expected_hours)
+    return read_experience(
+        pathlib.Path(workdir) / "events",
+        expected_hours=expected_hours,
+        now_secs=time.time(),
+        own_pid=os.getpid(),
+    ).experience
 
 
 def _heldout(sources: Sources, config: Config, *, rows: Any) -> Sequence[HostBatch]:

@@ -240,7 +240,12 @@ class CheckpointConfig(Section):
     """When to save, what to keep, how it is stored and proven."""
 
     save: str = setting(
-        "steps(100) | secs(600)", "when: steps(n), secs(n), joined by |", numbers=False
+        "steps(100) | secs(600)",
+        "when: steps(n), secs(n), auto, joined by |",
+        numbers=False,
+    )
+    expected_failure_hours: float = positive(
+        24.0, "between failures; a guess that auto begins with", numbers=False
     )
     keep: str = setting(
         "last(3)",

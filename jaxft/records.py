@@ -227,6 +227,7 @@ _NEWS = frozenset(
         "mirror_fetch",
         "mirror_failed",
         "metric_missing",
+        "interval_costly",
         "rollback",
         "abandoned",
         "hang",

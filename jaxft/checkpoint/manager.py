@@ -39,6 +39,7 @@ from absl import logging
 from jaxft import records
 from jaxft.checkpoint import (
     at_exit,
+    auto_interval,
     decisions,
     layout,
     leaves,
@@ -55,6 +56,7 @@ from jaxft.checkpoint.planner import SavePlanner, check_label
 from jaxft.checkpoint.proof import Proof
 from jaxft.checkpoint.restore import refuse_foreign, restore_newest
 from jaxft.checkpoint.saves import Saves
+from jaxft.intervals import Experience
 
 PyTree = Any
 
@@ -65,7 +67,7 @@ class CheckpointManager:
     Args:
         root: a local folder, made by the first save; relative to the working
             directory of now, `~` is expanded.
-        save: when `maybe_save` saves, e.g. `steps(100) | secs(600)`.
+        save: when `maybe_save` saves, e.g. `steps(100) | secs(600)`, or `auto`.
         keep: what stays, e.g. `last(3) | every(1000) | best(2, loss)`; the newest
             always does.
         timeout_secs: deadline of one save, and of waiting for one.
@@ -84,6 +86,7 @@ class CheckpointManager:
         mirror: a folder or address of a second copy of all steps, made in the
             background; a root that has no good step is filled from it.
         mirror_rate: most bytes a second that go there, e.g. `50MB`; empty for all.
+        experience: of failures, for `auto`; by default one a day is expected.
         emit: told of everything; the default logs what nothing is raised about.
         clock: seconds since the epoch, for the run record.
         timer: seconds that never go back, for the save policy.
@@ -92,8 +95,8 @@ class CheckpointManager:
         root: the absolute root.
 
     Raises:
-        ConfigError: a policy, the root or another setting cannot be used; `secs` with
-            several processes, whose clocks would not agree, is such a policy.
+        ConfigError: a policy, the root or another setting cannot be used; `secs` or
+            `auto` with several processes, whose clocks would not agree, is such one.
     """
 
     def __init__(
@@ -113,12 +116,15 @@ class CheckpointManager:
         memory_budget: str = "auto",
         mirror: str = "",
         mirror_rate: str = "",
+        experience: Experience | None = None,
         emit: records.Emit = records.log_event,
         clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic,
     ):
         self.root = options.checked_root(root, timeout_secs=timeout_secs)
-        self._save_policy = policies.parse_save(save, num_processes=jax.process_count())
+        self._save_policy, emit = auto_interval.make_policy(
+            save, emit=emit, known=experience, num_processes=jax.process_count()
+        )
         self._keep_policy = policies.parse_keep(keep)
         self._timeout_secs = timeout_secs
         self._options = options.make_options(
@@ -151,11 +157,7 @@ class CheckpointManager:
             emit=emit,
         )
         self._mirror = mirrored.make_mirror(
-            mirror,
-            root=self.root,
-            rate=mirror_rate,
-            keep=self._keep_policy,
-            emit=emit,
+            mirror, root=self.root, rate=mirror_rate, keep=self._keep_policy, emit=emit
         )
         if self._mirror is not None:
             self._planner.pins.mirror = self._mirror

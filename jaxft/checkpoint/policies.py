@@ -3,7 +3,7 @@
 World: host-only. Floor: the lowest of `checkpoint`, beside `layout`. Read
 `jaxft/records.py` before (the protocols) and `jaxft/checkpoint/manager.py` after.
 
-`parse_save("steps(100) | secs(600)")`,
+`parse_save("steps(100) | secs(600)")`, `parse_save("auto | steps(1000)")`,
 `parse_keep("last(3) | every(1000) | best(2, eval/loss)")`: parts joined by `|`; a step
 that any part wants is saved, or kept. `best` goes by a metric of the evaluation, the
 smaller the better, or the larger with `best(2, accuracy, max)`. The newest step and
@@ -24,6 +24,7 @@ from typing import Any
 from jaxft import config, records
 
 _TERM = re.compile(r"\s*(\w+)\s*\(\s*([^()]*?)\s*\)\s*")
+_AUTO = "auto"
 _Shares = Callable[[records.CheckpointInfo, records.CheckpointInfo], bool]
 
 
@@ -50,14 +51,31 @@ class Secs:
 
 
 @dataclasses.dataclass(frozen=True)
+class Auto:
+    """Saves when the last save began as long ago as `interval` says now.
+
+    It is asked at every border, which is how it can measure; see
+    `jaxft.checkpoint.auto_interval`.
+    """
+
+    interval: Callable[[records.SaveQuestion], float]
+
+    def should_save(self, question: records.SaveQuestion) -> bool:
+        """Whether enough time has gone by."""
+        secs = self.interval(question)
+        return question.now_secs - question.last_secs >= secs
+
+
+@dataclasses.dataclass(frozen=True)
 class AnySave:
     """Saves when any of `policies` wants to."""
 
     policies: tuple[records.SavePolicy, ...]
 
     def should_save(self, question: records.SaveQuestion) -> bool:
-        """Whether any part says so."""
-        return any(policy.should_save(question) for policy in self.policies)
+        """Whether any part says so; all are asked, for some measure."""
+        answers = [policy.should_save(question) for policy in self.policies]
+        return any(answers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,18 +207,27 @@ _KEEP: _Known = {
 }
 
 
-def parse_save(text: str, *, num_processes: int = 1) -> records.SavePolicy:
+def parse_save(
+    text: str,
+    *,
+    num_processes: int = 1,
+    interval: Callable[[records.SaveQuestion], float] | None = None,
+) -> records.SavePolicy:
     """Reads a save policy.
 
     Args:
         text: the policy.
         num_processes: that are to agree on its answers.
+        interval: what `auto` goes by, in seconds; without one there is no `auto`.
 
     Raises:
         ConfigError: it names `checkpoint.save` and lists what exists; or it goes by
             the clocks of several processes.
     """
-    parts = _parse(text, path="checkpoint.save", known=_SAVE)
+    known = dict(_SAVE)
+    if interval is not None:
+        known[_AUTO] = (lambda _: Auto(interval), _AUTO)
+    parts = _parse(text, path="checkpoint.save", known=known)
     policy = parts[0] if len(parts) == 1 else AnySave(tuple(parts))
     if num_processes > 1 and reads_clock(policy):
         raise config.ConfigError(
@@ -225,8 +252,11 @@ def _parse(text: str, *, path: str, known: _Known) -> list[Any]:
     choice = " and ".join(example for _, example in known.values())
     parts = []
     for term in text.split("|"):
+        if term.strip() == _AUTO and _AUTO in known:
+            parts.append(known[_AUTO][0](""))
+            continue
         match = _TERM.fullmatch(term)
-        if match is None or match[1] not in known:
+        if match is None or match[1] not in known or match[1] == _AUTO:
             raise config.ConfigError(
                 path,
                 f"{term.strip()!r} is no policy; there are e.g. {choice}, joined by |",
@@ -275,7 +305,12 @@ def reads_clock(policy: records.SavePolicy) -> bool:
     """Whether the answers of a policy depend on time: processes may differ."""
     if isinstance(policy, AnySave):
         return any(reads_clock(part) for part in policy.policies)
-    return isinstance(policy, Secs)
+    return isinstance(policy, Secs | Auto)
+
+
+def names_auto(text: str) -> bool:
+    """Whether `auto` is a part of a save policy."""
+    return _AUTO in (term.strip() for term in text.split("|"))
 
 
 def reads_metrics(policy: records.KeepPolicy) -> bool:

@@ -103,6 +103,12 @@ class Notes:
         was_failing, self._mirror_problem = self._mirror_problem, ""
         return f"mirror: step {fields['step']} is there" if was_failing else ""
 
+    def _tell_interval_costly(self, fields: Mapping[str, Any]) -> str:
+        return (
+            f"saves every {fields['secs']:.3g} s take {fields['overhead']:.1%} of the "
+            f"time: {fields['reason']}"
+        )
+
     def _tell_metric_missing(self, fields: Mapping[str, Any]) -> str:
         known = ", ".join(fields["known"])
         return (

@@ -24,6 +24,36 @@ def test_parts_are_joined_by_or():
     assert not policy.should_save(_question(201, now=599.0))
 
 
+def test_auto_goes_by_what_it_is_told_and_is_always_asked():
+    asked = []
+
+    def interval(question):
+        asked.append(question.step)
+        return 50.0
+
+    policy = policies.parse_save("steps(100) | auto", interval=interval)
+    assert policies.names_auto("steps(100) | auto")
+    assert not policies.names_auto("steps(100)")
+    assert policies.reads_clock(policy)
+    assert policy.should_save(_question(100, now=0.0))
+    assert policy.should_save(_question(101, now=50.0))
+    assert not policy.should_save(_question(102, now=49.0))
+    assert asked == [100, 101, 102]
+
+
+@pytest.mark.parametrize("text", ["auto(3)", "auto()", "Auto", "auto steps(3)"])
+def test_auto_has_no_brackets(text):
+    with pytest.raises(config.ConfigError, match="joined by"):
+        policies.parse_save(text, interval=lambda question: 1.0)
+
+
+def test_auto_is_refused_where_clocks_would_differ_and_where_nobody_measures():
+    with pytest.raises(config.ConfigError, match="goes by a clock"):
+        policies.parse_save("auto", num_processes=2, interval=lambda question: 1.0)
+    with pytest.raises(config.ConfigError, match="is no policy"):
+        policies.parse_save("auto")
+
+
 def test_steps_are_multiples_and_never_zero():
     policy = policies.parse_save("steps(4)")
     due = [step for step in range(13) if policy.should_save(_question(step))]
