@@ -80,7 +80,7 @@ def failure_rate(
         secs: for how long somebody looked.
     """
     # Of its scales the prior's mean logarithm is that of the rate expected.
-    scales = expected_secs * 10.0**_DECADES * np.exp(_digamma(np.float64(1)))
+    scales = expected_secs * 10.0**_DECADES * np.exp(_digamma(np.ones(1)))
     num = np.asarray(num_failures, float)[..., None]
     seen = scales + np.asarray(secs, float)[..., None]
     # Of a scale s: weight s / (s + secs)^(1 + num), then Gamma(1 + num, s + secs).

@@ -178,7 +178,7 @@ def test_in_a_strangers_loop(tmp_path: pathlib.Path):
             saved.maybe_save(step, {"w": jnp.full(3, step, jnp.int32)})
             if saved.in_flight is not None:
                 saved.wait()
-    assert saved.steps()[0] == 10
+    assert saved.steps()[0] == 11
     assert 40 in saved.steps()
     assert len(saved.steps()) == events.count("save_commit") < 30
     assert events.count("interval") >= 1
