@@ -74,10 +74,14 @@ class Command:
             *words,
         ]
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
+    def warm(self) -> None:
+        """Fills the compile cache, the first time, unless it is to be cold."""
         if not self.is_cold and programs().is_dir():
             shutil.copytree(programs(), self._cache, dirs_exist_ok=True)
         self.is_cold = True  # What follows finds what it finds.
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        self.warm()
         self.process = subprocess.Popen(
             self.argv(*words),
             stdout=subprocess.PIPE,
@@ -162,6 +166,11 @@ def environment() -> dict[str, str]:
         if name not in left_out and "_CACHE_" not in name
     }
     return kept | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPO)}
+
+
+@pytest.fixture
+def clean_environment() -> dict[str, str]:
+    return environment()
 
 
 @pytest.fixture
