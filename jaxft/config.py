@@ -411,6 +411,9 @@ class LogConfig(Section):
         Progress.AUTO, "live line: auto (on a terminal), always or never", numbers=False
     )
     event_secs: float = not_negative(1.0, "least time between events", numbers=False)
+    tensorboard: str = setting(
+        "", "folder of curves for TensorBoard, or true: in the workdir", numbers=False
+    )
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)

@@ -40,9 +40,10 @@ from jaxft.faults.preemption import StopRequests
 from jaxft.loop import Ending, Loop, StopWhileWaiting
 from jaxft.metrics.notes import Notes
 from jaxft.metrics.report import Summary
+from jaxft.metrics.tensorboard import TensorBoard, folder_of
 from jaxft.metrics.writers import ProgressLine, say
 from jaxft.parallel.compile_cache import CompileCache
-from jaxft.records import Fault, FaultError, FaultKind
+from jaxft.records import Emit, Fault, FaultError, FaultKind
 from jaxft.recovery.resume import check_resume
 from jaxft.recovery.workdir import WorkdirLock
 from jaxft.train.injected import exhaust_memory, flip_bit
@@ -118,6 +119,7 @@ class Worker:
         self._cache = CompileCache(workdir / "compile_cache", mode=mode, emit=log)
         self._loop: Loop | None = None
         self._progress: ProgressLine | None = None
+        self._curves: pathlib.Path | None = None
         self._save_times = SaveTimes()
         self._injector: Injector | None = None
         self._notes = Notes(
@@ -211,6 +213,7 @@ class Worker:
     def _preflight(self, parts: Parts) -> None:
         """Refuses what cannot be saved or resumed, from what is on disk."""
         root = parts.manager.root
+        self._curves = folder_of(self._config.log.tensorboard, workdir=self._workdir)
         parts.manager.check(parts.train_step.abstract_state)
         newest = parts.manager.latest()
         mode = self._config.resume.mode
@@ -279,7 +282,8 @@ class Worker:
             mode=self._config.log.progress,
         )
         self._progress = progress
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(progress.close)
             if problem := self._cache.enable(
                 device=parts.train_step.mesh.devices.flat[0]
             ):
@@ -293,7 +297,7 @@ class Worker:
                 step_fn,
                 eval_fn=eval_fn,
                 stops=self._stops,
-                emit=self._log,
+                emit=self._drawing(restored, stack),
                 progress=progress,
                 restored=restored,
                 evaluated=evaluated,
@@ -301,8 +305,19 @@ class Worker:
                 injector=self._injector,
             )
             return self._loop.run(state)
-        finally:
-            progress.close()
+
+    def _drawing(self, restored: int, stack: contextlib.ExitStack) -> Emit:
+        """The history, and where they are asked for curves beside it."""
+        if self._curves is None or jax.process_index():
+            return self._log
+        curves = TensorBoard(
+            self._curves,
+            emit=self._log,
+            first_step=restored + 1,
+            warn=self._note,
+        )
+        stack.callback(curves.close)
+        return curves
 
     def _first_state(
         self, parts: Parts, progress: ProgressLine

@@ -4,6 +4,7 @@ import os
 import pathlib
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -80,6 +81,41 @@ def run_two() -> Callable[..., list[tuple[str, str]]]:
         return ends
 
     return run
+
+
+@pytest.fixture
+def read_curves() -> Callable[[pathlib.Path], dict[str, list[tuple[int, float]]]]:
+    """Reads a folder, or one file, of curves: tag -> steps and values.
+
+    By TensorBoard's rules for what is taken back; each record by its checksums.
+    """
+    from tensorboardX.proto import event_pb2
+    from tensorboardX.record_writer import masked_crc32c
+
+    def records(data: bytes) -> Iterator[event_pb2.Event]:
+        while data:
+            (length,) = struct.unpack("<Q", data[:8])
+            assert struct.unpack("<I", data[8:12]) == (masked_crc32c(data[:8]),)
+            body, end = data[12 : 12 + length], data[12 + length : 16 + length]
+            assert struct.unpack("<I", end) == (masked_crc32c(body),)
+            yield event_pb2.Event.FromString(body)
+            data = data[16 + length :]
+
+    def read(path: pathlib.Path) -> dict[str, list[tuple[int, float]]]:
+        found: dict[str, list[tuple[int, float]]] = {}
+        for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+            first, *rest = records(file.read_bytes())
+            assert first.file_version == "brain.Event:2"
+            for event in rest:
+                if event.session_log.status == event_pb2.SessionLog.START:
+                    for points in found.values():
+                        points[:] = [p for p in points if p[0] < event.step]
+                for value in event.summary.value:
+                    points = found.setdefault(value.tag, [])
+                    points.append((event.step, value.simple_value))
+        return found
+
+    return read
 
 
 @pytest.fixture

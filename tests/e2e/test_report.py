@@ -10,6 +10,7 @@ import sys
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -26,8 +27,11 @@ def report(run: Any, *words: str) -> str:
     return done.stdout
 
 
-def test_a_broken_run_is_accounted_for(command: Any, full: bool) -> None:
-    run = command("run", train__num_steps=400, eval__every_steps=100)
+def test_a_broken_run_is_accounted_for(
+    command: Any, read_curves: Any, full: bool
+) -> None:
+    settings = {"log__tensorboard": "true", "log__event_secs": 0}
+    run = command("run", train__num_steps=400, eval__every_steps=100, **settings)
     run.start()
     began = time.monotonic()
     run.wait_for(lambda: any(e["step"] >= 25 for e in run.events("step")))
@@ -83,3 +87,10 @@ def test_a_broken_run_is_accounted_for(command: Any, full: bool) -> None:
     text = report(run)
     assert "finished, step 400 of 400" in text
     assert "killed by SIGKILL" in text
+
+    # Each step shows once, with the loss that the history has of it.
+    curves = read_curves(run.workdir / "tensorboard")
+    losses = run.losses()
+    assert [step for step, _ in curves["train/loss"]] == list(range(1, 401))
+    assert curves["train/loss"] == [(s, np.float32(losses[s])) for s in range(1, 401)]
+    assert [step for step, _ in curves["eval/loss"]] == [0, 100, 200, 300, 400]
