@@ -18,6 +18,7 @@ made later than that of all others, whatever the clock says.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import pathlib
 import queue
@@ -143,8 +144,7 @@ class TensorBoard:
             self._give_up(error)
 
     def _write(self, point: _Point) -> None:
-        from tensorboardX.proto import event_pb2, summary_pb2
-
+        events, summaries = _proto("event"), _proto("summary")
         first = point.step if point.first_step is None else point.first_step
         # The output of the step before an evaluation is read after that.
         goes_back = first < self._next_step - 1
@@ -153,33 +153,31 @@ class TensorBoard:
             begin = first if goes_back else self._next_step
             self._begin_file(begin, secs=point.secs)
         values = [
-            summary_pb2.Summary.Value(tag=tag, simple_value=value)
+            summaries.Summary.Value(tag=tag, simple_value=value)
             for tag, value in point.values.items()
         ]
         self._append(
-            event_pb2.Event(
+            events.Event(
                 wall_time=point.secs,
                 step=point.step,
-                summary=summary_pb2.Summary(value=values),
+                summary=summaries.Summary(value=values),
             )
         )
         self._next_step = point.step + 1
 
     def _begin_file(self, first_step: int, *, secs: float) -> None:
-        from tensorboardX.proto import event_pb2
         from tensorboardX.record_writer import RecordWriter
 
+        events = _proto("event")
         self._folder.mkdir(parents=True, exist_ok=True)
         found = map(_NAME.match, os.listdir(self._folder))
         newest = max((int(match[1]) for match in found if match), default=-1)
         number = max(int(secs), newest + 1)
         name = f"events.out.tfevents.{number:010d}.{socket.gethostname()}.{os.getpid()}"
         self._writer = RecordWriter(str(self._folder / name))
-        self._append(event_pb2.Event(wall_time=secs, file_version="brain.Event:2"))
-        begin = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._append(
-            event_pb2.Event(wall_time=secs, step=first_step, session_log=begin)
-        )
+        self._append(events.Event(wall_time=secs, file_version="brain.Event:2"))
+        begin = events.SessionLog(status=events.SessionLog.START)
+        self._append(events.Event(wall_time=secs, step=first_step, session_log=begin))
 
     def _append(self, event: Any) -> None:
         self._writer.write(event.SerializeToString())
@@ -217,6 +215,11 @@ class _Point:
     ):
         self.secs, self.step, self.first_step = secs, step, first_step
         self.values = values
+
+
+def _proto(name: str) -> Any:
+    """Generated code, in which no type checker finds anything."""
+    return importlib.import_module(f"tensorboardX.proto.{name}_pb2")
 
 
 def _of_step(fields: Mapping[str, Any]) -> dict[str, float]:
