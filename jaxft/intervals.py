@@ -57,9 +57,10 @@ def goodput(
         restart_secs: from a failure until the work goes on.
     """
     mtbf = np.asarray(mtbf_secs, float)
+    work_secs = np.maximum(work_secs, 1e-9)  # Where a save is free it may be none.
     # A period or restart far beyond the time between failures never ends.
     with np.errstate(over="ignore"):
-        period = np.expm1((np.asarray(work_secs) + cost_secs) / mtbf)
+        period = np.expm1((work_secs + cost_secs) / mtbf)
         return work_secs / (mtbf * np.exp(np.asarray(restart_secs) / mtbf) * period)
 
 

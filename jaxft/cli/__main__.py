@@ -1,7 +1,7 @@
-"""The toolbox: `python -m jaxft.cli ckpt <command> ...`, `... report WORKDIR`.
+"""The toolbox: `python -m jaxft.cli ckpt <command> ...`, `... report`, `... simulate`.
 
-World: host-only. Floor: the top, beside `main`. Read `jaxft/cli/ckpt.py` and
-`jaxft/cli/report.py` next.
+World: host-only. Floor: the top, beside `main`. Read `jaxft/cli/ckpt.py`,
+`jaxft/cli/report.py` and `jaxft/cli/simulate.py` next.
 
 Exit codes: 0 fine, 1 two checkpoints differ, 66 a problem was found or nothing is
 there, 73 a run is using it, 74 it cannot be read or written now, 75 interrupted,
@@ -21,7 +21,7 @@ from typing import NoReturn
 from jaxft.checkpoint.export import ExportError
 from jaxft.checkpoint.run_record import RecordError
 from jaxft.checkpoint.stored_tree import ArrayError
-from jaxft.cli import ckpt, report
+from jaxft.cli import ckpt, report, simulate
 from jaxft.records import ExitCode, FaultError
 
 
@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     groups = parser.add_subparsers(metavar="GROUP", required=True)
     ckpt.add_commands(groups)
     report.add_command(groups)
+    simulate.add_command(groups)
     try:
         options = parser.parse_args(argv)
         return options.run(options)
