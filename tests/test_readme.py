@@ -65,8 +65,9 @@ def test_every_python_block_runs_as_printed(tmp_path: pathlib.Path) -> None:
     assert "finished" in printed[0]
     assert (tmp_path / "my-run" / "200").is_dir()
     assert printed[3] == "[0. 1. 2. 3.]\n"
-    assert "params/w" in printed[4]
-    assert printed[4].splitlines()[-1].startswith("3 ")
+    assert re.fullmatch(r"\d+% of \d+\.\d+ s in steps\n", printed[4])
+    assert "params/w" in printed[5]
+    assert printed[5].splitlines()[-1].startswith("3 ")
     done = subprocess.run(
         [
             *(sys.executable, "-m", "jaxft.main", "--config=my_run.py"),

@@ -17,7 +17,7 @@ from jaxft.goodput.costs import Costs
 from jaxft.goodput.history import History
 from jaxft.goodput.incidents import Incidents
 from jaxft.goodput.ledger import MALFORMED, Ledger
-from jaxft.goodput.lives import Border, Lives, Turn
+from jaxft.goodput.lives import NO_TURN, Border, Lives, Turn
 
 
 class Account:
@@ -56,7 +56,7 @@ class Account:
             event: one of `jaxft.events.KINDS`, or another one: only its time counts.
             at_secs: its time, in seconds since the epoch, not before the last one's.
         """
-        turn = Turn()
+        turn = NO_TURN
         with contextlib.suppress(*MALFORMED):
             turn = self._lives.take(event)
         self.begun_secs = self.begun_secs if self.num_launches else at_secs

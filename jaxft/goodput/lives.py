@@ -49,6 +49,10 @@ class Turn:
     alone: bool = False
 
 
+# What nearly all events mean.
+NO_TURN = Turn()
+
+
 class Lives:
     """Follows the lives of workers through the events, in their order.
 
@@ -76,12 +80,12 @@ class Lives:
         if kind == "worker_exit" and self._worker == event["worker_pid"]:
             is_known = not self._is_gone
             self.alive, self._is_gone = False, True
-            return Turn(border=Border.EXIT if is_known else Border.NONE)
+            return Turn(border=Border.EXIT) if is_known else NO_TURN
         if kind == "supervisor_end":
             self.alive, self._in_command, self._is_gone = False, False, True
             return Turn(border=Border.OVER)
         if event.get("role") not in _OF_WORKERS:
-            return Turn()
+            return NO_TURN
         return self._take_word(kind, pid)
 
     def _take_word(self, kind: str, pid: object) -> Turn:
@@ -99,7 +103,7 @@ class Lives:
         if kind in _SIGNS_OF_LIFE and not self.alive and not self._is_gone:
             self.alive = True
             return Turn(border=Border.BACK)
-        return Turn()
+        return NO_TURN
 
     def _begin(self, pid: object, *, supervised: bool, is_new: bool) -> Turn:
         unseen = self.alive
