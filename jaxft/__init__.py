@@ -39,7 +39,7 @@ _HOMES = {
     "plan_placements": "jaxft.parallel.sharding",
     "plan_shardings": "jaxft.parallel.sharding",
     "put_batch": "jaxft.parallel.sharding",
-    "run": "jaxft.worker",
+    "run": "jaxft.notebook",
 }
 
 __all__ = ["__version__", *_HOMES]

@@ -344,6 +344,22 @@ def boot_id() -> str:
         return ""
 
 
+def write_beside(folder: str | os.PathLike[str], text: str, *, name: str) -> str:
+    """Writes what is too long for an event into a file of its own in `folder`.
+
+    Returns:
+        Its path; empty where it cannot be written.
+    """
+    file = f"{socket.gethostname()}-{name}-{time.time_ns() // 10**6}-{os.getpid()}.txt"
+    path = pathlib.Path(folder) / file
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    except OSError:
+        return ""
+    return str(path)
+
+
 def _encode(record: dict[str, Any]) -> str:
     try:
         return json.dumps(record, default=str, allow_nan=False)

@@ -11,7 +11,8 @@ At the border after step `s`, in this order (a test guards it):
    position is that of the next batch;
 4. draw batch `batch_index(s, skipped)`, place it together with the control word;
 5. dispatch step `s + 1`; it donates the state;
-6. (the place of the watchdog's beat)
+6. tell the watchdog; what is a phase of its own (input, evaluation, a save) was said
+   before it began;
 7. read the output of step `s`, never of the one just dispatched: the device always
    has work, and at most two programs are in flight. Control word and health first,
    then metrics;
@@ -34,15 +35,24 @@ import jax
 import numpy as np
 
 from jaxft import settings
-from jaxft.build import Parts
+from jaxft.build import HostBatch, Parts
 from jaxft.data.iterator import batch_index
 from jaxft.faults.grace import SaveTimes, StopAction, StopQuestion, plan_stop
 from jaxft.faults.inject import Injector
 from jaxft.faults.nonfinite import NonfiniteRule
 from jaxft.faults.preemption import StopRequests
+from jaxft.faults.watchdog import PhaseBoard
 from jaxft.metrics.meters import StepMeter, steps_per_sec
 from jaxft.metrics.writers import ProgressLine
-from jaxft.records import Control, Emit, Fault, FaultError, FaultKind, first_line
+from jaxft.records import (
+    Control,
+    Emit,
+    Fault,
+    FaultError,
+    FaultKind,
+    Phase,
+    first_line,
+)
 from jaxft.types import StepOutput, TrainState
 
 # How much later than those that read for it a process hears of a signal to all.
@@ -76,6 +86,7 @@ class Loop:
         evaluated: the step whose evaluation is already known, -1 for none.
         save_times: how long saves took; a stop goes by them.
         injector: makes faults happen on purpose; None for none.
+        board: where the watchdog sees what this thread is at.
 
     Attributes:
         step: finished step attempts, for whoever reports a failure.
@@ -94,6 +105,7 @@ class Loop:
         evaluated: int = -1,
         save_times: SaveTimes | None = None,
         injector: Injector | None = None,
+        board: PhaseBoard | None = None,
     ):
         self.step = max(restored, 0)
         self._parts = parts
@@ -106,6 +118,8 @@ class Loop:
         self._injector = injector
         self._evaluation: dict[str, float] = {}
         self._save_times = save_times or SaveTimes()
+        self._board = board or PhaseBoard()
+        self._step_phase = Phase.FIRST_STEP
         self._rate = 0.0
         self._meter = StepMeter(min_secs=parts.config.log.event_secs)
         self._rule = NonfiniteRule(
@@ -123,6 +137,7 @@ class Loop:
         num_steps = parts.config.train.num_steps
         control = Control.NOTHING
         self._emit("phase", name="train")
+        self._board.enter(self._step_phase)
         self._meter.start()
         while True:
             if control & Control.STOP or self._stops.urgent:
@@ -136,7 +151,7 @@ class Loop:
             if self._injector is not None:
                 state = self._inject(state)
             try:
-                batch = next(parts.iterator)
+                batch = self._draw()
             except StopWhileWaiting:
                 return self._leave(state, pending)
             except Exception as error:
@@ -146,6 +161,7 @@ class Loop:
             placed, word = parts.train_step.place(batch, control=self._own_bits())
             state, output = self._step_fn(state, placed, word)
             self.step += 1
+            self._board.beat(self.step)
             control = self._read(pending, self.step - 1)
             pending = output
         self._read(pending, self.step)
@@ -162,6 +178,14 @@ class Loop:
         number = batch_index(iterator.step, iterator.skipped)
         self._injector.at_draw(self.step + 1, number)
         return state
+
+    def _draw(self) -> HostBatch:
+        """The next batch; slow input is named as such."""
+        self._board.enter(Phase.DATA)
+        try:
+            return next(self._parts.iterator)
+        finally:
+            self._board.enter(self._step_phase)
 
     def _is_of_stop(self, error: Exception) -> bool:
         """Whether input ends as the run is asked to stop; the state is good then.
@@ -195,6 +219,7 @@ class Loop:
         if output is None:
             return Control.NOTHING
         read = jax.device_get(output)
+        self._step_phase = Phase.STEP
         control = Control(int(read.control))
         if control & Control.ERROR:
             error = self._parts.manager.error()
@@ -237,6 +262,10 @@ class Loop:
 
     def _evaluate(self, state: TrainState) -> bool:
         """Evaluates at this border; False when a stop came in between."""
+        with self._board.during(Phase.EVALUATE):
+            return self._evaluate_heldout(state)
+
+    def _evaluate_heldout(self, state: TrainState) -> bool:
         self._flush()
         self._emit("phase", name="evaluate")
         started = time.monotonic()
@@ -253,6 +282,7 @@ class Loop:
             for name, pair in jax.device_get(pending or {}).items():
                 totals[name] = totals.get(name, 0.0) + np.asarray(pair, np.float64)
             pending = sums
+            self._board.beat()
         self._evaluated = self.step
         self._evaluation = {
             name: float(total / weight) if weight else 0.0
@@ -277,18 +307,19 @@ class Loop:
         metrics = self._evaluation if self._evaluated == self.step else None
         if self._injector is not None:
             self._injector.before_save(self.step)
-        has_begun = self._parts.manager.save(
-            self.step,
-            state,
-            data=self._parts.iterator.get_state(),
-            run={
-                "facts": self._parts.facts,
-                "config": settings.flatten(self._parts.config),
-            },
-            metrics=metrics,
-            force=force,
-            timeout_secs=timeout_secs,
-        )
+        with self._board.during(Phase.SAVE):
+            has_begun = self._parts.manager.save(
+                self.step,
+                state,
+                data=self._parts.iterator.get_state(),
+                run={
+                    "facts": self._parts.facts,
+                    "config": settings.flatten(self._parts.config),
+                },
+                metrics=metrics,
+                force=force,
+                timeout_secs=timeout_secs,
+            )
         if self._injector is not None:
             self._injector.in_save()
         return has_begun
@@ -391,6 +422,7 @@ class Loop:
             FaultError: it failed, or was not over in the manager's own time.
         """
         manager = self._parts.manager
+        self._board.enter(Phase.SAVE)
         while True:
             left_secs = self._stops.deadline_secs()
             try:

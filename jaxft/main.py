@@ -48,6 +48,8 @@ from jaxft.config import ConfigError
 from jaxft.events import EventLog
 from jaxft.faults.exceptions import fault_of
 from jaxft.faults.preemption import StopRequests, interrupt, parse_signals
+from jaxft.faults.watchdog import PhaseBoard, Tell, Watchdog
+from jaxft.limits import LearntTimes, TimeLimits, read_learnt, write_learnt
 from jaxft.metrics import writers
 from jaxft.metrics.report import Summary
 from jaxft.records import ExitCode, Fault, FaultError, FaultKind
@@ -63,6 +65,7 @@ _WORDS = {
     FaultKind.EXCEPTION: "crashed",
     FaultKind.CONFIG: "refused",
     FaultKind.NONFINITE: "not finite",
+    FaultKind.HANG: "hung",
     FaultKind.NO_CHECKPOINT: "no usable checkpoint",
 }
 
@@ -80,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = parse(argv)
         settings.lock(configs.resolve(command.config))
         parse_signals(command.config.preemption.signals)
+        TimeLimits.of(command.config)
         launcher = _launcher(command)
         if command.role == "work":
             return work(command, launcher=launcher)
@@ -155,6 +159,7 @@ def supervise(command: Command, *, launcher: Launcher) -> int:
             more_fds=[memory.fileno()],
             hear=summary.take,
             tell=_say,
+            limits=TimeLimits.of(config) if config.hang.enabled else None,
         ).run()
         if not outcome.preflight_done:
             lock.release(undo=True)
@@ -171,7 +176,14 @@ def _work_for_supervisor(fd: int) -> int:
         # By its place: the offset is shared with whoever read it before.
         state = os.pread(fd, os.fstat(memory.fileno()).st_size, 0)
     sys.path[:], command, launch, started = pickle.loads(state)
-    link = SupervisorLink(launch.event_fd, launch.parent_fd, lock_fds=launch.lock_fds)
+    link = SupervisorLink(
+        launch.event_fd,
+        launch.parent_fd,
+        lock_fds=launch.lock_fds,
+        stacks_fd=launch.stacks_fd,
+    )
+    learnt = LearntTimes.from_json(launch.learnt)
+    learnt.alarms.update(launch.alarms)
     log = EventLog(absolute(command.workdir) / "events", role="work", tee=link.send)
 
     def close(*_: object) -> None:
@@ -187,6 +199,9 @@ def _work_for_supervisor(fd: int) -> int:
         committed_step=launch.committed_step,
         start_secs=started,
         close=close,
+        learnt=learnt,
+        keep=link.tell_learnt,
+        tell=link.beat,
     )
 
 
@@ -206,7 +221,13 @@ def work(command: Command, *, launcher: Launcher) -> int:
             ending = _ending(fault, reason=_evidence(fault))
             _conclude(summary, log=log, workdir=lock.workdir, ending=ending)
 
-        return _live(command, log, close=close)
+        return _live(
+            command,
+            log,
+            close=close,
+            learnt=read_learnt(lock.workdir),
+            keep=lambda learnt: write_learnt(lock.workdir, learnt),
+        )
 
 
 def _live(
@@ -218,9 +239,25 @@ def _live(
     committed_step: int = -1,
     start_secs: float | None = None,
     close: Callable[[Fault | None, bool], None],
+    learnt: LearntTimes,
+    keep: Callable[[dict[str, Any]], None],
+    tell: Tell | None = None,
 ) -> ExitCode:
     """Runs a worker; `close` is told how it ended and whether it wrote anything."""
     entered = lambda: False
+    board = PhaseBoard()
+    watchdog = contextlib.nullcontext()
+    if command.config.hang.enabled:
+        watchdog = Watchdog(
+            log.path.parent,
+            limits=TimeLimits.of(command.config),
+            learnt=learnt,
+            board=board,
+            emit=log,
+            tell=tell,
+            keep=lambda learnt: keep(learnt) if entered() else None,
+            on_end=lambda fault: close(fault, entered()),
+        )
 
     def leave(reason: str) -> NoReturn:
         """Nothing is worth saving here: the newest committed step stands."""
@@ -238,21 +275,23 @@ def _live(
     fault = None
     with stops:
         try:
-            with stops.may_leave():
-                # The imports take seconds; a request must not wait for them.
-                from jaxft.loop import Ending
-                from jaxft.worker import Worker
-            worker = Worker(
-                command.config,
-                workdir=log.path.parent.parent,
-                log=log,
-                stops=stops,
-                attempt=attempt,
-                cache=cache,
-                committed_step=committed_step,
-            )
-            entered = lambda: worker.entered
-            _, ending = worker.live()
+            with watchdog:
+                with stops.may_leave():
+                    # The imports take seconds; a request must not wait for them.
+                    from jaxft.loop import Ending
+                    from jaxft.worker import Worker
+                worker = Worker(
+                    command.config,
+                    workdir=log.path.parent.parent,
+                    log=log,
+                    stops=stops,
+                    attempt=attempt,
+                    cache=cache,
+                    committed_step=committed_step,
+                    board=board,
+                )
+                entered = lambda: worker.entered
+                _, ending = worker.live()
             if ending is Ending.STOPPED:
                 fault = _stop(str(stops.poll()))
         except (ConfigError, FaultError) as error:

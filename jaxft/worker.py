@@ -1,7 +1,7 @@
 """One worker's life: build, preflight, restore or begin, compile, train, close.
 
-World: device. Floor: above `loop`, below `main`. `run` is the same life inside a
-notebook. Read `jaxft/loop.py` next.
+World: device. Floor: above `loop`, below `main` and `jaxft/notebook.py`, where it is
+lived. Read `jaxft/loop.py` next.
 
 Until the preflight is over nothing but the lock is written: a run that cannot work
 leaves the workdir as it found it.
@@ -10,7 +10,6 @@ leaves the workdir as it found it.
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import os
 import pathlib
@@ -20,7 +19,6 @@ from typing import Any
 
 import jax
 
-from jaxft import config as configs
 from jaxft import init_params, settings
 from jaxft.build import Parts, build
 from jaxft.checkpoint import (
@@ -37,47 +35,16 @@ from jaxft.faults.exceptions import fault_of
 from jaxft.faults.grace import SaveTimes
 from jaxft.faults.inject import Injector
 from jaxft.faults.preemption import StopRequests
+from jaxft.faults.watchdog import PhaseBoard
 from jaxft.loop import Ending, Loop, StopWhileWaiting
 from jaxft.metrics.notes import Notes
-from jaxft.metrics.report import Summary
 from jaxft.metrics.tensorboard import TensorBoard, folder_of
 from jaxft.metrics.writers import ProgressLine, say
 from jaxft.parallel.compile_cache import CompileCache
-from jaxft.records import Emit, Fault, FaultError, FaultKind
+from jaxft.records import Emit, Fault, FaultError, FaultKind, Phase
 from jaxft.recovery.resume import check_resume
-from jaxft.recovery.workdir import WorkdirLock
 from jaxft.train.injected import exhaust_memory, flip_bit
 from jaxft.types import TrainState
-
-
-def run(config: Config, *, workdir: str | os.PathLike[str]) -> TrainState:
-    """Trains in this process, as in a notebook, and returns the last state.
-
-    The same call goes on where an earlier one stopped. An interrupt (the notebook's
-    stop button) saves and returns the state of that moment.
-
-    Args:
-        config: the run; a copy of it is resolved and locked.
-        workdir: where checkpoints and events go.
-
-    Raises:
-        ConfigError: something cannot work; nothing was written.
-        FaultError: the workdir is in use, or the run could not go on.
-    """
-    config = settings.lock(configs.resolve(copy.deepcopy(config)))
-    with WorkdirLock.acquire(workdir) as lock:
-        summary = Summary()
-        log = EventLog(lock.workdir / "events", role="notebook", tee=summary.take_line)
-        with StopRequests(config.preemption, emit=log) as stops:
-            worker = Worker(config, workdir=lock.workdir, log=log, stops=stops)
-            try:
-                state, ending = worker.live()
-            finally:
-                if not worker.entered:
-                    lock.release(undo=True)
-        text = summary.text(workdir=lock.workdir, reason=ending, history=log.problem)
-        say(text, stream=sys.stdout)
-    return state
 
 
 class Worker:
@@ -91,6 +58,7 @@ class Worker:
         attempt: workers that this command started before.
         cache: `keep`, `off` or `fresh`: what to do with the compile cache.
         committed_step: newest step that those workers committed; -1 for none.
+        board: where a watchdog sees what this thread is at.
 
     Attributes:
         entered: whether the preflight is over and the workdir was written to.
@@ -106,8 +74,10 @@ class Worker:
         attempt: int = 0,
         cache: str = "keep",
         committed_step: int = -1,
+        board: PhaseBoard | None = None,
     ):
         self.entered = False
+        self._board = board or PhaseBoard()
         self._config = config
         self._workdir = workdir
         self._log = log
@@ -143,7 +113,7 @@ class Worker:
                 parts = build(
                     self._config,
                     workdir=self._workdir,
-                    emit=self._tell,
+                    emit=self.tell,
                     poll=self._poll_while_waiting,
                 )
                 self._plan_faults(parts)
@@ -180,11 +150,13 @@ class Worker:
         self._log.close()
         return state, ending
 
-    def _tell(self, kind: str, /, **fields: Any) -> None:
+    def tell(self, kind: str, /, **fields: Any) -> None:
         """Adds an event to the history, and for some a line that a person sees."""
         self._log(kind, **fields)
         self._notes.take(kind, fields)
         self._save_times.take(kind, fields)
+        if kind == "mirror_commit" and self._board.phase is Phase.MIRROR:
+            self._board.beat()
         if self._injector is not None:
             self._injector.hear(kind)
 
@@ -290,6 +262,7 @@ class Worker:
                 progress.note(f"warning: compiling without a cache: {problem}")
             with self._stops.may_leave():
                 state, restored, evaluated = self._first_state(parts, progress)
+                self._board.enter(Phase.COMPILE)
                 state_digests.prepare(state)  # Else the first save would wait for it.
                 step_fn, eval_fn = self._compile(parts, state)
             self._loop = Loop(
@@ -303,6 +276,7 @@ class Worker:
                 evaluated=evaluated,
                 save_times=self._save_times,
                 injector=self._injector,
+                board=self._board,
             )
             return self._loop.run(state)
 
@@ -324,6 +298,7 @@ class Worker:
     ) -> tuple[TrainState, int, int]:
         """The newest good state or that of step 0, its label, the evaluated step."""
         self._log("phase", name="restore")
+        self._board.enter(Phase.RESTORE)
         restored = parts.manager.restore(parts.train_step.abstract_state, check=_damage)
         if restored is None:
             return self._begin(parts, progress), -1, -1
@@ -381,6 +356,7 @@ class Worker:
             kind, step = FaultKind.NO_CHECKPOINT, self._committed_step
             raise FaultError(Fault(kind=kind, step=step, evidence=text))
         self._log("phase", name="init")
+        self._board.enter(Phase.INIT)
         why = f"{root} holds no step: " if self._was_used else ""
         progress.note(f"{why}a fresh start: compiling")
         return self._init(parts)
@@ -427,12 +403,14 @@ class Worker:
                 say(f"waiting until {place} has the last step", stream=sys.stderr)
             return self._stops.deadline_secs() != 0 and not self._stops.urgent
 
+        self._board.enter(Phase.MIRROR)
         parts.manager.close(may_wait=may_wait)
 
     def _finish_save(self, parts: Parts | None) -> None:
         """Lets a save in flight end well although the run does not."""
         if parts is None or parts.manager.error() is not None:
             return
+        self._board.enter(Phase.SAVE)
         # A failure is told already by whoever saw it.
         with contextlib.suppress(FaultError):
             parts.manager.wait(timeout_secs=self._config.checkpoint.timeout_secs)

@@ -23,13 +23,21 @@ _COMPILER = os.path.join("jax", "_src", "compiler.py")
 
 
 def all_stacks(*, last: int) -> str:
-    """Every thread by name, the newest call last; thread `last` comes last."""
+    """Every thread by name, the newest call last; thread `last` comes last.
+
+    Before it come those that read its input, for it may wait for them.
+    """
     frames = sys._current_frames()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
+
+    def rank(ident: int) -> tuple[bool, bool, int]:
+        is_reader = names.get(ident, "").startswith("jaxft-read")
+        return ident == last, is_reader, ident
+
     return "\n".join(
         f"Thread {names.get(ident, ident)} (most recent call last):\n"
         + "\n".join(_lines(frames[ident]))
-        for ident in sorted(frames, key=lambda ident: (ident == last, ident))
+        for ident in sorted(frames, key=rank)
     )
 
 

@@ -16,8 +16,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import os
-import pathlib
-import socket
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -25,6 +23,7 @@ from typing import Any, Protocol
 
 from absl import logging
 
+from jaxft.events import write_beside
 from jaxft.faults import stacks
 from jaxft.limits import LearntTimes, TimeLimits
 from jaxft.records import Emit, ExitCode, Fault, FaultKind, Phase, log_event
@@ -45,7 +44,9 @@ class Answer(enum.Enum):
 class Tell(Protocol):
     """Tells the supervisor what the main thread is at; False: not now, try again."""
 
-    def __call__(self, serial: int, /, *, phase: Phase, limit_secs: float) -> bool:
+    def __call__(
+        self, serial: int, /, *, phase: Phase, step: int, limit_secs: float
+    ) -> bool:
         """`serial` differs whenever something was begun or finished."""
         ...
 
@@ -167,7 +168,7 @@ class Watchdog:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.board = board or PhaseBoard(clock=clock)
-        self._folder = None if folder is None else pathlib.Path(folder)
+        self._folder = folder
         self._limits = limits or TimeLimits()
         self._learnt = learnt or LearntTimes()
         self._answer = answer
@@ -275,7 +276,9 @@ class Watchdog:
         os._exit(ExitCode.HUNG)
 
     def _report(self, hang: dict[str, Any], text: str) -> None:
-        file = self._write_file(text)
+        file = ""
+        if self._folder is not None:
+            file = write_beside(self._folder, text, name="hang")
         self._emit("hang", **hang, stacks=stacks.excerpt(text), file=file)
 
     def _say_last_words(self, hang: dict[str, Any], text: str, place: str) -> None:
@@ -299,21 +302,6 @@ class Watchdog:
         )
         if self._on_end is not None:
             self._on_end(fault)
-
-    def _write_file(self, text: str) -> str:
-        """All of `text` into a file of its own; its path, empty where there is none."""
-        if self._folder is None:
-            return ""
-        name = (
-            f"{socket.gethostname()}-hang-{time.time_ns() // 10**6}-{os.getpid()}.txt"
-        )
-        path = self._folder / name
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text + "\n")
-        except OSError:
-            return ""
-        return str(path)
 
     def _learn(self, *, forced: bool = False) -> None:
         # A copy: the main thread may still be at its last entry.
@@ -345,9 +333,10 @@ class Watchdog:
 
     def _tell_as(self, serial: int, phase: Phase) -> bool:
         limit_secs = self._limits.limit_secs(phase, self._learnt)
-        return bool(
-            self._tell and self._tell(serial, phase=phase, limit_secs=limit_secs)
-        )
+        if self._tell is None:
+            return False
+        step = self.board.step
+        return self._tell(serial, phase=phase, step=step, limit_secs=limit_secs)
 
     def _watch(self) -> None:
         while not self._over.wait(self._tick_secs):

@@ -49,6 +49,11 @@ class Notes:
         if teller is not None and (text := teller(fields)):
             self._say(" ".join(text.split()))
 
+    def _tell_hang(self, fields: Mapping[str, Any]) -> str:
+        secs, phase, file = fields["silent_secs"], fields["phase"], fields["file"]
+        where = f"; what all threads do is in {file}" if file else ""
+        return f"no progress for {secs:.0f} s in phase {phase}{where}"
+
     def _tell_quarantine(self, fields: Mapping[str, Any]) -> str:
         step, path, reason = fields["step"], fields["path"], fields["reason"]
         return f"step {step} was moved aside: {reason}; kept as {path}"

@@ -25,6 +25,7 @@ from typing import Any
 
 from jaxft.config import SupervisorConfig
 from jaxft.events import Event, EventLog
+from jaxft.limits import TimeLimits
 from jaxft.records import ExitCode, Fault, FaultKind
 from jaxft.recovery.policy import (
     Action,
@@ -33,6 +34,7 @@ from jaxft.recovery.policy import (
     RestartPolicy,
     WorkerExit,
 )
+from jaxft.recovery.silence import HangWatch
 from jaxft.recovery.workdir import WorkdirLock
 from jaxft.recovery.worker_process import Launch, WorkerProcess
 
@@ -48,7 +50,12 @@ _LOOK_SECS = 1.0
 # What a line of the history holds of a reason; people are told the whole.
 MAX_REASON_CHARS = 240
 # After a request to stop these end the run as stopped: a new start looks at them anew.
-_BESIDE_A_STOP = (FaultKind.STOPPED, FaultKind.KILLED, FaultKind.EXCEPTION)
+_BESIDE_A_STOP = (
+    FaultKind.STOPPED,
+    FaultKind.KILLED,
+    FaultKind.EXCEPTION,
+    FaultKind.HANG,
+)
 
 
 def _ignore(said: object) -> None:
@@ -104,6 +111,7 @@ class Supervisor:
         env: environment of the workers; None for this process's own.
         hear: is given each event of each worker.
         tell: is given a line for people when a worker has died and is replaced.
+        limits: after how long without progress a worker hangs; None for never.
         clock: seconds, from any start, never backwards.
     """
 
@@ -120,6 +128,7 @@ class Supervisor:
         env: Mapping[str, str] | None = None,
         hear: Callable[[Event], None] = _ignore,
         tell: Callable[[str], None] = _ignore,
+        limits: TimeLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._make_argv = make_argv
@@ -138,6 +147,10 @@ class Supervisor:
         self._hear = hear
         self._tell = tell
         self._clock = clock
+        self._watch: HangWatch | None = None
+        if limits is not None:
+            workdir = None if lock is None else lock.workdir
+            self._watch = HangWatch(limits, workdir=workdir, clock=clock)
         self._history: list[WorkerExit] = []
         self._committed_step = -1
         self._preflight_done = False
@@ -192,8 +205,7 @@ class Supervisor:
                     selector.unregister(worker.event_fd)
                     listening = False
             self._take_events(worker)
-            if self._lock_is_lost() or self._clock() >= self._kill_at:
-                worker.kill()
+            self._end_in_time(worker)
         while listening and worker.read():
             pass
         self._take_events(worker)
@@ -203,12 +215,22 @@ class Supervisor:
         if self._died_at is None:  # Else the loss goes on since an earlier death.
             self._died_at = self._clock()
         ended = worker.heard.exit(status, cache=cache)
+        if self._watch is not None and worker.heard.hang_phase is not None:
+            self._watch.count_alarm(worker.heard.hang_phase)
         if self._lock_problem and ended.kind is not None:
             ended = dataclasses.replace(
                 ended, kind=FaultKind.WORKDIR_IN_USE, evidence=self._lock_problem
             )
         self._emit("worker_exit", worker_pid=pid, status=status, step=ended.last_step)
         return ended
+
+    def _end_in_time(self, worker: WorkerProcess) -> None:
+        """Kills a worker that may not, shall not or does not go on."""
+        if self._lock_is_lost() or self._clock() >= self._kill_at:
+            worker.kill()
+        folder = self._emit.path.parent if self._preflight_done else None
+        if (hang := worker.end_hang(folder)) is not None:
+            self._emit("hang", **hang)
 
     def _lock_is_lost(self) -> bool:
         """Whether the workdir may be another's by now; looks once in a while."""
@@ -232,6 +254,7 @@ class Supervisor:
                 committed_step=self._committed_step,
                 env=self._env,
                 hear=self._hear,
+                watch=self._watch,
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -239,6 +262,8 @@ class Supervisor:
     def _take_events(self, worker: WorkerProcess) -> None:
         """Keeps what outlives the worker; the rest is in `worker.heard`."""
         heard = worker.heard
+        if self._watch and worker.silence and self._preflight_done:
+            self._watch.keep(worker.silence)
         self._committed_step = max(self._committed_step, heard.committed_step)
         if heard.preflight_done:
             self._open_history()

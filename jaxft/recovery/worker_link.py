@@ -11,12 +11,18 @@ already wait for the workdir.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
+import json
 import os
 import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxft.records import Phase
+from jaxft.recovery.silence import LEARNT, STACKS_SIGNAL, beat_line
 
 # What is kept for a supervisor that does not read; more is dropped, whole lines only.
 MAX_BACKLOG_BYTES = 1 << 22
@@ -33,11 +39,24 @@ class SupervisorLink:
         parent_fd: read end of the pipe that ends with the supervisor.
         lock_fds: descriptors of the workdir's lock. The worker keeps them open; what
             the worker starts does not get them.
+        stacks_fd: file that the stacks of all threads are written to when the
+            supervisor asks for them; -1 for none.
     """
 
-    def __init__(self, event_fd: int, parent_fd: int, *, lock_fds: Sequence[int] = ()):
+    def __init__(
+        self,
+        event_fd: int,
+        parent_fd: int,
+        *,
+        lock_fds: Sequence[int] = (),
+        stacks_fd: int = -1,
+    ):
         self._event_fd = event_fd
         self._fds = [event_fd, parent_fd, *lock_fds]
+        if stacks_fd >= 0:
+            self._fds.append(stacks_fd)
+            # In C, without the interpreter lock: whoever holds it may be what hangs.
+            faulthandler.register(STACKS_SIGNAL, file=stacks_fd, all_threads=True)
         self._lock = threading.Lock()
         self._backlog = bytearray()
         for fd in self._fds:
@@ -64,6 +83,22 @@ class SupervisorLink:
             if len(self._backlog) + len(data) <= MAX_BACKLOG_BYTES:
                 self._backlog += data
             self._write()
+
+    def beat(
+        self, serial: int, /, *, phase: Phase, step: int, limit_secs: float
+    ) -> bool:
+        """Tells of progress; False when older lines still wait for the supervisor."""
+        line = beat_line(serial, phase=phase, step=step, limit_secs=limit_secs)
+        with self._lock:
+            if self._backlog or self._event_fd < 0:
+                return False
+            self._backlog += line.encode() + b"\n"
+            self._write()
+        return True
+
+    def tell_learnt(self, learnt: Mapping[str, Any]) -> None:
+        """Tells how long things took, for the next worker."""
+        self.send(f"{LEARNT} {json.dumps(learnt)}")
 
     def close(
         self,

@@ -16,8 +16,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxft import events
-from jaxft.records import ExitCode, FaultKind
+from jaxft.records import ExitCode, FaultKind, Phase
 from jaxft.recovery.policy import CacheMode, WorkerExit
+from jaxft.recovery.silence import (
+    HangWatch,
+    Silence,
+    ask_for_stacks,
+    excerpt,
+    process_state,
+    where,
+)
 
 _PIPE_BYTES = 1 << 20
 MAX_LINE_BYTES = 1 << 24
@@ -34,6 +42,9 @@ class Launch:
         lock_fds: descriptors that the workdir's lock lives in.
         cache: how it must use the compile cache.
         committed_step: newest step that is known to be committed; -1 for none.
+        stacks_fd: file that it writes its stacks to when asked; -1 for none.
+        learnt: how long things took in this run, see `jaxft.limits.LearntTimes`.
+        alarms: phase -> how often workers before it were ended for hanging there.
     """
 
     attempt: int
@@ -42,6 +53,9 @@ class Launch:
     lock_fds: tuple[int, ...]
     cache: CacheMode
     committed_step: int = -1
+    stacks_fd: int = -1
+    learnt: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    alarms: Mapping[Phase, int] = dataclasses.field(default_factory=dict)
 
 
 class WorkerProcess:
@@ -61,6 +75,7 @@ class WorkerProcess:
         committed_step: newest step that is known to be committed; -1 for none.
         env: its environment; None for this process's own.
         hear: is given each of its events.
+        watch: for hangs; None to look for none.
 
     Raises:
         OSError: it could not be started.
@@ -77,7 +92,10 @@ class WorkerProcess:
         committed_step: int,
         env: Mapping[str, str] | None,
         hear: Callable[[events.Event], None],
+        watch: HangWatch | None = None,
     ):
+        # In memory: it takes stacks before there is a workdir, and on a full disk.
+        self._stacks_fd = -1 if watch is None else os.memfd_create("jaxft-stacks")
         self.event_fd, events_in = os.pipe()
         parent_out, self._parent_fd = os.pipe()
         with contextlib.suppress(OSError):  # Over the user's limit: 64 kB do as well.
@@ -90,13 +108,17 @@ class WorkerProcess:
             lock_fds=tuple(lock_fds),
             cache=cache,
             committed_step=committed_step,
+            stacks_fd=self._stacks_fd,
+            learnt={} if watch is None else watch.learnt.to_json(),
+            alarms={} if watch is None else dict(watch.learnt.alarms),
         )
+        stacks_fds = [] if watch is None else [self._stacks_fd]
         try:
             self.process = subprocess.Popen(
                 make_argv(launch),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                pass_fds=[events_in, parent_out, *lock_fds, *more_fds],
+                pass_fds=[events_in, parent_out, *lock_fds, *more_fds, *stacks_fds],
                 env=env,
             )
         except BaseException:
@@ -105,7 +127,8 @@ class WorkerProcess:
         finally:
             os.close(events_in)
             os.close(parent_out)
-        self.heard = Heard(hear)
+        self.silence = None if watch is None else watch.begin()
+        self.heard = Heard(hear, silence=self.silence)
         self._rest = b""
         self._killed = False
 
@@ -139,6 +162,42 @@ class WorkerProcess:
         """Ends a pause."""
         os.killpg(self.process.pid, signal.SIGCONT)
 
+    def end_hang(self, folder: str | os.PathLike[str] | None) -> dict[str, Any] | None:
+        """Looks for a hang; kills the worker then, after its stacks were asked for.
+
+        Args:
+            folder: where all of the stacks is written to; None for nowhere.
+
+        Returns:
+            The fields of the event `hang`; None where the worker does not hang.
+        """
+        silence, pid = self.silence, self.process.pid
+        if silence is None or self._killed or not silence.tick():
+            return None
+        if process_state(pid).is_traced:
+            silence.forgive()  # A person looks at it.
+            return None
+        text, state = ask_for_stacks(pid, self._stacks_fd)
+        summary = (
+            f"no progress for {silence.silent_secs:.1f} s in phase {silence.phase} "
+            f"(limit {silence.limit_secs:.1f} s){state.words}"
+        )
+        if place := where(text):
+            summary += f", at {place}"
+        self.heard.take_hang(
+            silence.phase, f"{excerpt(text, max_bytes=3000)}\n{summary}".strip()
+        )
+        self.kill()
+        return {
+            "phase": str(silence.phase),
+            "step": silence.step,
+            "silent_secs": silence.silent_secs,
+            "limit_secs": silence.limit_secs,
+            "seen_by": "supervisor",
+            "stacks": excerpt(text) or "it gave none" + state.words,
+            "file": events.write_beside(folder, text, name="hang") if folder else "",
+        }
+
     def kill(self) -> None:
         """Ends the worker and its children, all at once."""
         if not self._killed:
@@ -160,13 +219,20 @@ class WorkerProcess:
     def _close(self) -> None:
         os.close(self.event_fd)
         os.close(self._parent_fd)
+        if self._stacks_fd >= 0:
+            os.close(self._stacks_fd)
 
 
 class Heard:
     """What one worker's event lines say, as far as the supervisor needs it."""
 
-    def __init__(self, hear: Callable[[events.Event], None]) -> None:
+    def __init__(
+        self, hear: Callable[[events.Event], None], *, silence: Silence | None = None
+    ) -> None:
         self._hear = hear
+        self._silence = silence
+        self.hang_phase: Phase | None = None
+        self._hang = ""
         self.first_step = -1
         self.last_step = -1
         self.committed_step = -1
@@ -181,6 +247,8 @@ class Heard:
 
     def take(self, line: bytes) -> None:
         """Takes in one line; a torn or foreign one says nothing."""
+        if self._silence is not None and self._silence.take(line):
+            return
         event = events.parse_line(line.decode(errors="replace"))
         if event is None:
             return
@@ -200,12 +268,19 @@ class Heard:
                 self.committed_step = max(self.committed_step, step)
             case "stop_request":
                 self.stop_reason = str(event.get("reason") or "a request")
+            case "hang":
+                with contextlib.suppress(ValueError):
+                    self.hang_phase = Phase(event.get("phase"))
             case "fault":
                 self._fault = event
                 self.last_step = max(self.last_step, step)
             case "end":
                 self._finished = event.get("reason") == "finished"
                 self._stopped = not self._finished
+
+    def take_hang(self, phase: Phase, evidence: str) -> None:
+        """It was seen to hang from outside."""
+        self.hang_phase, self._hang = phase, evidence
 
     def _take_step(self, step: int, *, first: object) -> None:
         if not self.reached_first_step:
@@ -234,19 +309,25 @@ class Heard:
                 return kind, str(self._fault.get("evidence") or "")
         if self._finished:
             return None, ""  # Its last step is committed, however it left.
-        where = f"in phase {self._phase}"
+        if self._hang:
+            return FaultKind.HANG, self._hang
+        at = f"in phase {self._phase}"
+        if status == ExitCode.HUNG and self._silence is not None:
+            # Its watchdog could not speak: what it writes to may be what hangs.
+            self.hang_phase = self.hang_phase or self._silence.phase
+            return FaultKind.HANG, f"no progress {at}; it could not say more"
         if self.killed_by_us:
-            return FaultKind.KILLED, f"killed {where}: the time to stop was over"
+            return FaultKind.KILLED, f"killed {at}: the time to stop was over"
         if status < 0:
             name = _signal_name(-status)
             hint = ""
             if -status == signal.SIGKILL:
                 hint = " (if nobody sent it, the host may be out of memory: see dmesg)"
-            return FaultKind.KILLED, f"killed by {name} {where}{hint}"
+            return FaultKind.KILLED, f"killed by {name} {at}{hint}"
         if self._stopped and status == ExitCode.STOPPED:
-            return FaultKind.STOPPED, f"stopped {where}"
+            return FaultKind.STOPPED, f"stopped {at}"
         # Whatever the status: code of the user's own can leave with any.
-        return FaultKind.KILLED, f"left with status {status} {where} without a word"
+        return FaultKind.KILLED, f"left with status {status} {at} without a word"
 
 
 def _signal_name(number: int) -> str:

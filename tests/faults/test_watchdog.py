@@ -42,7 +42,9 @@ class Bench:
         )
         self.board = self.dog.board
 
-    def _tell(self, serial: int, *, phase: Phase, limit_secs: float) -> bool:
+    def _tell(
+        self, serial: int, /, *, phase: Phase, step: int, limit_secs: float
+    ) -> bool:
         self.told.append((serial, phase, limit_secs))
         return True
 

@@ -24,7 +24,7 @@ WORKER = f"FIELDS = { {kind: list(fields) for kind, fields in KINDS.items()} }"
 WORKER += """
 import json, os, signal, sys, time
 attempt, event_fd, parent_fd, lock_fd = map(int, sys.argv[1:5])
-cache = sys.argv[5]
+cache, stacks_fd = sys.argv[5], int(sys.argv[6])
 
 def emit(kind, **fields):
     fields = {**dict.fromkeys(FIELDS.get(kind, ()), 0), **fields}
@@ -43,6 +43,14 @@ def finish(number=0):
 def fault(kind, code, step=-1, evidence=""):
     emit("fault", fault=kind, step=step, process=0, evidence=evidence, exit_code=code)
     sys.exit(code)
+
+def beat(serial, phase="step", step=7, limit_secs=0.3):
+    os.write(event_fd, f"beat {serial} {phase} {step} {limit_secs}\\n".encode())
+
+def show_stacks():
+    import faulthandler
+    number = signal.SIGRTMIN + 6
+    faulthandler.register(number, file=stacks_fd, all_threads=True)
 
 def listen():
     signal.pthread_sigmask(signal.SIG_UNBLOCK, range(1, 32))
@@ -80,7 +88,7 @@ class Run:
         self.launches.append(launch)
         lock_fd = (*launch.lock_fds, -1)[0]
         numbers = (launch.attempt, launch.event_fd, launch.parent_fd, lock_fd)
-        words = [*map(str, numbers), str(launch.cache)]
+        words = [*map(str, numbers), str(launch.cache), str(launch.stacks_fd)]
         return [sys.executable, "-S", "-c", self.script, *words]
 
     def run(self, *signals: tuple[float, int]):
