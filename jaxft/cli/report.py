@@ -174,7 +174,7 @@ def _incidents(incidents: Sequence[Incident]) -> str:
             one.step if one.step >= 0 else "-",
             one.num_lost_steps,
             text.span(one.lost_secs) if one.is_over else f">{text.span(one.lost_secs)}",
-            one.evidence,
+            f"on purpose by {one.injected}: " * bool(one.injected) + one.evidence,
         )
         for one in shown
     ]

@@ -22,6 +22,8 @@ from jaxft.records import FaultKind
 
 # Characters of evidence.
 _MAX_EVIDENCE = 240
+# Faults of a plan that nobody notices by themselves.
+_SILENT = ("slow_disk", "bitflip")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -34,6 +36,7 @@ class Incident:
         step: finished step attempts then, or the label of the checkpoint that it is
             about; -1 for none.
         evidence: one line.
+        injected: the fault that a plan of faults has caused it by; empty for none.
         num_lost_steps: steps that were done and have to be done again, as far as the
             events tell.
         lost_secs: until the run was as far as before it, or until now.
@@ -45,6 +48,7 @@ class Incident:
     at_secs: float
     step: int
     evidence: str
+    injected: str = ""
     num_lost_steps: int = 0
     lost_secs: float = 0.0
     off_secs: float = 0.0
@@ -75,6 +79,7 @@ class Incidents:
         self._end = ""
         self._hang: Incident | None = None
         self._awaits_decision: Incident | None = None
+        self._injected = ""
         self._last_secs = 0.0
 
     def take(
@@ -125,9 +130,10 @@ class Incidents:
             self._add_end("", at_secs=self._last_secs, off_secs=off_then)
         self._step, self._good_at = -1, None
         self._fault, self._end, self._hang = None, "", None
-        self._awaits_decision = None
+        self._awaits_decision, self._injected = None, ""
 
     def _exit(self, event: Event, *, at_secs: float, off_secs: float) -> None:
+        self._see_step(event)
         status = int(event["status"])
         if self._end == "finished" or (status == 0 and self._fault is None):
             if self._open is not None:
@@ -176,7 +182,21 @@ class Incidents:
             if incident.kind != FaultKind.HANG:  # That has told more.
                 incident.evidence = _one_line(event["reason"]) or incident.evidence
 
+    def _take_injected(self, event: Event, at_secs: float, off_secs: float) -> None:
+        del at_secs, off_secs
+        if event["fault"] not in _SILENT:
+            self._injected = str(event["plan"])
+
     # --- what happens inside of a life ------------------------------------------
+
+    def _take_save_start(self, event: Event, at_secs: float, off_secs: float) -> None:
+        del at_secs, off_secs
+        self._see_step(event)
+
+    def _see_step(self, event: Event) -> None:
+        """It has got so far, although no step event says so yet."""
+        self._step = max(self._step, step := int(event["step"]))
+        self._place = max(self._place, step)
 
     def _take_step(self, event: Event, at_secs: float, off_secs: float) -> None:
         first, last = int(event["first_step"]), int(event["step"])
@@ -239,6 +259,7 @@ class Incidents:
         found = Incident(
             kind=kind, at_secs=at_secs, step=step, evidence=evidence, is_over=True
         )
+        found.injected, self._injected = self._injected, ""
         self.all.append(found)
 
     def _add(
@@ -253,7 +274,9 @@ class Incidents:
             at_secs=at_secs,
             step=self._step,
             evidence=_one_line(evidence),
+            injected=self._injected,
         )
+        self._injected = ""
         self.all.append(incident)
         self._open, self._since, self._off_before = incident, since, off_secs
         self._unresolved = self._unresolved or incident

@@ -67,7 +67,7 @@ class Story:
             **fields,
         )
 
-    def exit(self, status: int, secs: float = 0.0, step: int = 0) -> Story:
+    def exit(self, status: int, secs: float = 0.0, step: int = -1) -> Story:
         return self.watch(
             "worker_exit", secs, worker_pid=self.worker, status=status, step=step
         )

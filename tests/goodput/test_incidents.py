@@ -13,6 +13,7 @@ def rows(told: Any) -> list[dict[str, Any]]:
     found = [dataclasses.asdict(one) for one in told.account().incidents.all]
     for one in found:
         one.pop("at_secs")
+        one.pop("injected")
     return found
 
 
@@ -159,6 +160,25 @@ def test_what_costs_no_time_of_its_own(story: Any) -> None:
     assert (save["kind"], save["step"]) == ("save_failed", 10)
     assert save["is_over"]
     assert save["lost_secs"] == 0.0
+
+
+def test_a_fault_of_a_plan_is_told_as_such(story: Any) -> None:
+    told = story().launch(0).begin().steps(1, 10, 10.0)
+    fields = {"number": 1, "step": 12, "process": 0}
+    told.say("injected", fault="slow_disk", plan="slow_disk@5-9:1MBps", **fields)
+    told.say("injected", fault="kill", plan="kill@12", **fields).exit(-9)
+    told.launch(1).begin(restored=8).steps(9, 10, 2.0).exit(-9)
+    found = told.account().incidents.all
+    assert [one.injected for one in found] == ["kill@12", ""]
+
+
+def test_what_got_further_than_its_last_step_event(story: Any) -> None:
+    fields = {"blocking_secs": 0.0, "planning_secs": 0.0, "num_linked": 0}
+    told = story().launch(0).begin().steps(1, 10, 10.0)
+    told.say("save_start", 2.0, step=14, **fields).exit(-9, step=15)
+    told.launch(1).begin(restored=8).steps(9, 16, 8.0)
+    (row,) = rows(told)
+    assert (row["step"], row["num_lost_steps"]) == (15, 7)
 
 
 def test_a_run_that_finishes_closes_what_is_open(story: Any) -> None:
