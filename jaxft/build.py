@@ -28,6 +28,7 @@ from jaxft.config import Config, ConfigError
 from jaxft.data.iterator import BatchIterator
 from jaxft.data.pipeline import Pipeline, heldout_batches
 from jaxft.data.sources import Sources
+from jaxft.data.windows import parse_skip
 from jaxft.faults.plan import PlannedFault, parse_plan, poisoned
 from jaxft.faults.poison import (
     GRADIENT_FIELD,
@@ -113,6 +114,7 @@ def build(
         num_steps=config.train.num_steps,
         num_bad=config.train.max_nonfinite,
     )
+    skipped = parse_skip(config.data.skip)
     mesh = make_mesh(config.mesh, devices=devices)
     check_batch(
         config.data.global_batch,
@@ -126,10 +128,7 @@ def build(
         name: jax.ShapeDtypeStruct((config.data.global_batch, *x.shape), x.dtype)
         for name, x in row.items()
     }
-    model = _model(config, example=batch_shapes)
-    if poisoned(faults):
-        fields = {"loss_field": LOSS_FIELD, "gradient_field": GRADIENT_FIELD}
-        model = model._replace(loss=with_poison(model.loss, **fields))
+    model = _poisonable(_model(config, example=batch_shapes), faults)
     step = _train_step(model, config, mesh=mesh)
     metrics = _check_loss(model, config, state=step.abstract_state, batch=batch_shapes)
     rows = local_rows(step.batch_sharding, config.data.global_batch)
@@ -163,6 +162,7 @@ def build(
         batches,
         num_threads=config.data.num_threads,
         prefetch=config.data.prefetch,
+        skipped=skipped,
         poll=poll,
     )
     return Parts(iterator=iterator, **parts)
@@ -269,6 +269,14 @@ def _model(config: Config, *, example: Mapping[str, jax.ShapeDtypeStruct]) -> Mo
         config.model.factory,
         lambda: to_model(made, loss, example=example),
     )
+
+
+def _poisonable(model: Model, faults: Sequence[PlannedFault]) -> Model:
+    """The model as it is, unless the plan has bad data."""
+    if not poisoned(faults):
+        return model
+    fields = {"loss_field": LOSS_FIELD, "gradient_field": GRADIENT_FIELD}
+    return model._replace(loss=with_poison(model.loss, **fields))
 
 
 def _train_step(model: Model, config: Config, *, mesh: jax.sharding.Mesh) -> TrainStep:
@@ -392,6 +400,8 @@ def _facts(
     config: Config, *, mesh: jax.sharding.Mesh, pipeline: Pipeline
 ) -> dict[str, Any]:
     facts = settings.flatten(config, only_numbers=True)
+    if not facts["data.skip"]:
+        del facts["data.skip"]  # As in runs from before there was such a setting.
     return facts | collect_facts(mesh) | {"corpus": pipeline.fingerprint}
 
 

@@ -16,11 +16,19 @@ No postponed annotations here: config_flags needs the real classes.
 """
 
 import dataclasses
-import enum
 from typing import Any
 
 from ml_collections import ConfigDict
 
+from jaxft.choices import (
+    ArrayLayout,
+    Codec,
+    Corpus,
+    Progress,
+    ResumeMode,
+    Schedule,
+    Verify,
+)
 from jaxft.settings import (
     ConfigError,
     Section,
@@ -34,62 +42,6 @@ from jaxft.settings import (
     typed,
     walk,
 )
-
-
-class Schedule(enum.Enum):
-    """How the learning rate goes on after the warm-up."""
-
-    CONSTANT = "constant"
-    COSINE = "cosine"
-
-
-class Corpus(enum.Enum):
-    """Where the built-in data factory takes its tokens from."""
-
-    STDLIB = "stdlib"
-    TEXT = "text"
-    NPY = "npy"
-    SYNTHETIC = "synthetic"
-
-
-class ResumeMode(enum.Enum):
-    """What a start does with the checkpoints it finds."""
-
-    AUTO = "auto"
-    REQUIRED = "required"
-    NEVER = "never"
-
-
-class ArrayLayout(enum.Enum):
-    """How the arrays of a checkpoint lie on disk."""
-
-    AUTO = "auto"
-    FILES = "files"
-    OCDBT = "ocdbt"
-
-
-class Codec(enum.Enum):
-    """How the chunks of a checkpoint's arrays are compressed."""
-
-    RAW = "raw"
-    LZ4 = "lz4"
-    ZSTD = "zstd"
-
-
-class Verify(enum.Enum):
-    """How much of a checkpoint is proven when it is restored."""
-
-    FULL = "full"
-    SAMPLE = "sample"
-    OFF = "off"
-
-
-class Progress(enum.Enum):
-    """When the live progress line is drawn."""
-
-    AUTO = "auto"
-    ALWAYS = "always"
-    NEVER = "never"
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -155,6 +107,9 @@ class DataConfig(Section):
     holdout_fraction: float = fraction(0.05, "share of the corpus kept for evaluation")
     shuffle: bool = setting(True, "a new global order in each epoch")
     seed: int = seed32(0, "seed of the order")
+    skip: str = setting(
+        "", "batches that are left out, by number from 0, e.g. '300-310, 400'"
+    )
     num_threads: int = positive(2, "threads that read ahead", numbers=False)
     prefetch: int = positive(4, "batches read ahead", numbers=False)
     options: ConfigDict = setting(ConfigDict, "values for a factory of your own")
@@ -223,7 +178,7 @@ class TrainConfig(Section):
     clip_norm: float = not_negative(0.0, "global gradient norm limit; 0 is off")
     ema_decay: float = fraction(0.0, "average of parameters for evaluation: 0 is off")
     max_nonfinite: int = positive(
-        10, "non-finite steps in a row before the run stops", numbers=False
+        10, "non-finite steps in a row before the run rolls back", numbers=False
     )
 
 
@@ -343,6 +298,36 @@ class HangConfig(Section):
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
+class RollbackConfig(Section):
+    """When steps are bad: back to an earlier checkpoint, without the bad batches."""
+
+    max_rollbacks: int = not_negative(
+        3, "so many near each other, then the run ends; 0 is off", numbers=False
+    )
+    near_batches: int = positive(
+        1000, "how far apart rollbacks count as near", numbers=False
+    )
+    skip_before: int = not_negative(
+        1, "batches left out before the first bad one", numbers=False
+    )
+    skip_after: int = not_negative(
+        10, "batches left out after it; both double at the same place", numbers=False
+    )
+    spike_factor: float = not_negative(
+        0.0, "a loss is high above median + factor * deviation; 0 is off", numbers=False
+    )
+    spike_window: int = positive(
+        100, "losses that median and deviation are taken of", numbers=False
+    )
+    spike_steps: int = positive(
+        5, "high losses in a row that are a spike", numbers=False
+    )
+    spike_margin_steps: int = not_negative(
+        20, "steps that the checkpoint must lie before a spike", numbers=False
+    )
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
 class FaultsConfig(Section):
     """Faults on purpose, for drills: they really happen."""
 
@@ -434,6 +419,7 @@ class Config(Section):
     preemption: PreemptionConfig = setting(PreemptionConfig, "stop requests")
     supervisor: SupervisorConfig = setting(SupervisorConfig, "restarts")
     hang: HangConfig = setting(HangConfig, "hangs")
+    rollback: RollbackConfig = setting(RollbackConfig, "bad steps")
     faults: FaultsConfig = setting(FaultsConfig, "faults on purpose")
     resume: ResumeConfig = setting(ResumeConfig, "resuming")
     init: InitConfig = setting(InitConfig, "parameters to begin with")

@@ -86,6 +86,13 @@ KINDS: dict[str, dict[str, str]] = {
     "unhealthy": {"step": "its label", "leaves": "paths of those not finite"},
     "quarantine": {"step": "its label", "path": "where it is now", "reason": "why"},
     "quarantine_failed": {"step": "its label", "path": "its folder", "reason": "why"},
+    "bad_steps": {
+        "fault": "nonfinite or spike",
+        "step": "the last of them",
+        "first_step": "the first of them",
+        "first_batch": "that it was trained on",
+        "evidence": "one line",
+    },
     "rollback": {
         "step": "to go on from",
         "origin": "the newest step before it",

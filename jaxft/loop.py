@@ -41,6 +41,7 @@ from jaxft.faults.grace import SaveTimes, StopAction, StopQuestion, plan_stop
 from jaxft.faults.inject import Injector
 from jaxft.faults.nonfinite import NonfiniteRule
 from jaxft.faults.preemption import StopRequests
+from jaxft.faults.spikes import SpikeRule
 from jaxft.faults.watchdog import PhaseBoard
 from jaxft.metrics.meters import StepMeter, steps_per_sec
 from jaxft.metrics.writers import ProgressLine
@@ -87,6 +88,7 @@ class Loop:
         save_times: how long saves took; a stop goes by them.
         injector: makes faults happen on purpose; None for none.
         board: where the watchdog sees what this thread is at.
+        spikes: looks at the losses; None for nobody.
 
     Attributes:
         step: finished step attempts, for whoever reports a failure.
@@ -106,6 +108,7 @@ class Loop:
         save_times: SaveTimes | None = None,
         injector: Injector | None = None,
         board: PhaseBoard | None = None,
+        spikes: SpikeRule | None = None,
     ):
         self.step = max(restored, 0)
         self._parts = parts
@@ -116,6 +119,7 @@ class Loop:
         self._progress = progress
         self._evaluated = evaluated
         self._injector = injector
+        self._spikes = spikes
         self._evaluation: dict[str, float] = {}
         self._save_times = save_times or SaveTimes()
         self._board = board or PhaseBoard()
@@ -131,6 +135,7 @@ class Loop:
         """Trains to `train.num_steps` or until a stop is agreed.
 
         Raises:
+            BadStepsError: it must not go on from here, see `jaxft/rollbacks.py`.
             FaultError: the run cannot go on.
         """
         parts, pending = self._parts, None
@@ -146,7 +151,7 @@ class Loop:
                 return self._leave(state, pending)
             if self.step >= num_steps:
                 break
-            if control & Control.SAVE or parts.manager.should_save(self.step):
+            if self._should_save(control):
                 self._save(state)
             if self._injector is not None:
                 state = self._inject(state)
@@ -169,6 +174,14 @@ class Loop:
         if not self._save_last(state):
             return state, Ending.STOPPED
         return state, Ending.FINISHED
+
+    def _should_save(self, control: Control) -> bool:
+        """Never in the middle of bad steps: a resume would begin behind the first."""
+        if self._rule.in_a_row:
+            return False
+        return bool(control & Control.SAVE) or (
+            self._parts.manager.should_save(self.step)
+        )
 
     def _inject(self, state: TrainState) -> TrainState:
         """What a plan of faults has for this border, and for the next batch."""
@@ -235,6 +248,8 @@ class Loop:
         self._meter.observe(step, metrics, finite=finite, data_secs=data_secs)
         self._report(self._meter.take())
         self._rule.observe(step, finite=finite)
+        if self._spikes is not None:
+            self._spikes.observe(step, metrics["loss"])
         return control
 
     def _report(self, record: dict[str, Any] | None) -> None:
@@ -361,6 +376,9 @@ class Loop:
         """Commits this border within the grace time, or leaves on the last step."""
         self._read(pending, self.step)
         self._flush()
+        if self._rule.in_a_row and not self._stops.urgent:
+            self._wait_for_save()  # The last one; this border is no place to go on.
+            return state, Ending.STOPPED
         while not self._stops.urgent:
             action = self._plan_stop()
             if action is StopAction.LEAVE:

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from jaxft import init_params, settings
+from jaxft import init_params, rollbacks, settings
 from jaxft.build import Parts, build
 from jaxft.checkpoint import (
     decisions,
@@ -30,10 +30,12 @@ from jaxft.checkpoint import (
     state_digests,
 )
 from jaxft.config import Config, ConfigError, ResumeMode
+from jaxft.data.windows import add_skips, parse_skip
 from jaxft.events import EventLog
 from jaxft.faults.exceptions import fault_of
 from jaxft.faults.grace import SaveTimes
 from jaxft.faults.inject import Injector
+from jaxft.faults.nonfinite import BadStepsError
 from jaxft.faults.preemption import StopRequests
 from jaxft.faults.watchdog import PhaseBoard
 from jaxft.loop import Ending, Loop, StopWhileWaiting
@@ -265,20 +267,34 @@ class Worker:
                 self._board.enter(Phase.COMPILE)
                 state_digests.prepare(state)  # Else the first save would wait for it.
                 step_fn, eval_fn = self._compile(parts, state)
-            self._loop = Loop(
-                parts,
-                step_fn,
-                eval_fn=eval_fn,
-                stops=self._stops,
-                emit=self._drawing(restored, stack),
-                progress=progress,
-                restored=restored,
-                evaluated=evaluated,
-                save_times=self._save_times,
-                injector=self._injector,
-                board=self._board,
-            )
-            return self._loop.run(state)
+            emit = self._drawing(restored, stack)
+            spikes = rollbacks.make_spike_rule(self._config.rollback)
+            while True:
+                self._loop = Loop(
+                    parts,
+                    step_fn,
+                    eval_fn=eval_fn,
+                    stops=self._stops,
+                    emit=emit,
+                    progress=progress,
+                    restored=restored,
+                    evaluated=evaluated,
+                    save_times=self._save_times,
+                    injector=self._injector,
+                    board=self._board,
+                    spikes=spikes,
+                )
+                try:
+                    return self._loop.run(state)
+                except BadStepsError as error:
+                    bad = error.with_traceback(None)  # Its frames hold the state,
+                del state  # for which there would not be room twice.
+                self._board.enter(Phase.RESTORE)  # All of a step is read twice.
+                rollbacks.roll_back(parts, bad, emit=self.tell)
+                with self._stops.may_leave():
+                    state, restored, evaluated = self._first_state(parts, progress)
+                if spikes is not None:
+                    spikes.rewind(restored)
 
     def _drawing(self, restored: int, stack: contextlib.ExitStack) -> Emit:
         """The history, and where they are asked for curves beside it."""
@@ -323,17 +339,17 @@ class Worker:
                     evidence=f"{restored.path} holds no data position of its step",
                 )
             )
-        skipped = [tuple(window) for window in restored.data["skipped"]]
+        skipped = [(start, stop) for start, stop in restored.data["skipped"]]
+        # Rollbacks to this step took them out.
         decided = decisions.read(parts.manager.root)
-        skips = decided.skips_since(restored.record["timeline"])
-        if any(name == "corpus" or name.startswith("data.") for name in changes):
-            # Allowed by name: the place in the order stays, the order is another.
-            parts.iterator.seek(restored.step, skipped=[*skipped, *skips])
-        else:
+        skipped += decided.skips_since(restored.record["timeline"])
+        wanted = parse_skip(self._config.data.skip)
+        skipped = add_skips(skipped, wanted, step=restored.step)
+        others = changes.keys() - {"data.skip"}
+        if not any(name == "corpus" or name.startswith("data.") for name in others):
+            # Else, allowed by name, the place in the order stays in another order.
             parts.iterator.set_state(restored.data)
-            if skips:
-                # A rollback to this step took them out.
-                parts.iterator.seek(restored.step, skipped=[*skipped, *skips])
+        parts.iterator.seek(restored.step, skipped=skipped)
         origin = f" from {restored.path}"
         if restored.step in self._notes.fetched:
             origin = f", fetched from the mirror {self._config.checkpoint.mirror}"

@@ -49,6 +49,7 @@ class Rollback:
         skip: half-open window of batch numbers that are not trained on any more.
         reason: one line.
         time_secs: when, in seconds since the epoch.
+        cause: the `FaultKind` that a run met; empty for a decision by hand.
     """
 
     timeline: int
@@ -57,6 +58,7 @@ class Rollback:
     skip: tuple[int, int] | None
     reason: str
     time_secs: float
+    cause: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -204,6 +206,7 @@ def roll_back(
     to: int,
     reason: str,
     skip: tuple[int, int] | None = None,
+    cause: str = "",
     emit: records.Emit = records.ignore_event,
 ) -> Rollback:
     """Makes `to` the newest step of `root`, durably; the caller owns the root.
@@ -213,6 +216,7 @@ def roll_back(
         to: a committed step.
         reason: one line, for people.
         skip: half-open window of batch numbers to leave out from now on.
+        cause: the `FaultKind` that a run met; empty for a decision by hand.
         emit: told of the rollback and of each step that is renamed aside.
 
     Raises:
@@ -237,6 +241,7 @@ def roll_back(
         skip=skip,
         reason=reason,
         time_secs=time.time(),
+        cause=cause,
     )
     body = dataclasses.asdict(rollback)
     body["from"], body["time"] = body.pop("origin"), body.pop("time_secs")
@@ -247,6 +252,7 @@ def roll_back(
         origin=rollback.origin,
         timeline=rollback.timeline,
         reason=reason,
+        skip=skip,
     )
     with _says("it is rolled back; the next start renames what is left"):
         finish(root, emit=emit)
@@ -416,6 +422,7 @@ def _rollback(body: dict[str, Any]) -> Rollback:
         skip=None if skip is None else (int(skip[0]), int(skip[1])),
         reason=str(body["reason"]),
         time_secs=float(body["time"]),
+        cause=str(body.get("cause", "")),  # Older ones do not say.
     )
 
 

@@ -393,19 +393,19 @@ class CheckpointManager:
                 self._mirror.offer(restored.path)  # What the last run could not.
         return restored
 
-    def rollback(
-        self, to: int, *, reason: str, skip: tuple[int, int] | None = None
-    ) -> None:
-        """Makes `to` the newest step for good; see `jaxft.checkpoint.decisions`.
+    def rollback(self, to: int, **decision: Any) -> None:
+        """Makes `to` the newest step for good.
+
+        Args:
+            to: a committed step.
+            **decision: `reason`, `skip` and `cause`, see `decisions.roll_back`.
 
         Raises:
             FaultError: `to` is not there, or a save in flight is not over in time.
         """
         self._saves.join(self._timeout_secs)
         with self._retention_lock:
-            decisions.roll_back(
-                self.root, to=to, reason=reason, skip=skip, emit=self._emit
-            )
+            decisions.roll_back(self.root, to=to, emit=self._emit, **decision)
         self._planner.forget()
         if self._mirror is not None and jax.process_index() == 0:
             self._mirror.offer(layout.step_path(self.root, to))

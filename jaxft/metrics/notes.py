@@ -65,6 +65,9 @@ class Notes:
     def _tell_unhealthy(self, fields: Mapping[str, Any]) -> str:
         return f"step {fields['step']} is passed over: {_not_finite(fields['leaves'])}"
 
+    def _tell_rollback(self, fields: Mapping[str, Any]) -> str:
+        return f"rolled back from step {fields['origin']}: {fields['reason']}"
+
     def _tell_save_unhealthy(self, fields: Mapping[str, Any]) -> str:
         return f"step {fields['step']} was not saved: {_not_finite(fields['leaves'])}"
 

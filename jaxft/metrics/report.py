@@ -36,6 +36,7 @@ class Summary:
         num_restarts: workers started after the first.
         lost_secs: seconds from each death until the steps done before it were passed
             again.
+        num_rollbacks: how often bad steps were undone.
         last_checkpoint: label of the newest committed step, -1 for none.
         num_failed_saves: how often a save failed.
         save_problem: step and cause of the last that did; empty for none.
@@ -54,6 +55,7 @@ class Summary:
         self.first_evaluation: dict[str, float] = {}
         self.num_restarts = 0
         self.lost_secs = 0.0
+        self.num_rollbacks = 0
         self.last_checkpoint = -1
         self.num_failed_saves = 0
         self.save_problem = ""
@@ -120,6 +122,8 @@ class Summary:
             rows.append(("throughput", f"{rate:.2f} steps/s, {items}, {waiting}"))
         lost = f"{self.num_restarts}, {self.lost_secs:.1f} s lost to them"
         rows.append(("restarts", lost))
+        if self.num_rollbacks:
+            rows.append(("rollbacks", str(self.num_rollbacks)))
         where = os.path.normpath(workdir / "checkpoints")
         newest = self.last_checkpoint
         known = f"{where}, newest {newest}" if newest >= 0 else f"none yet in {where}"
@@ -190,6 +194,11 @@ class Summary:
         self._saved = max(self._saved, step)
         # Committed while the steps after it ran already.
         self.step = max(self.step, step)
+
+    def _take_rollback(self, event: Event) -> None:
+        step = int(event["step"])
+        self.num_rollbacks += 1
+        self.last_checkpoint, self._saved = step, min(step, self._saved)
 
     def _take_found(self, event: Event) -> None:
         self.last_checkpoint = max(self.last_checkpoint, int(event["step"]))
