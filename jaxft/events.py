@@ -51,6 +51,7 @@ KINDS: dict[str, dict[str, str]] = {
         "delay_secs": "wait before a restart",
         "budget_left": "restarts left",
     },
+    "suspended": {"secs": "that the run stood still by Ctrl-Z"},
     "supervisor_end": {"exit_code": "of the command", "reason": "one line"},
     # the worker
     "start": {"attempt": "as in launch", "argv": "command line"},

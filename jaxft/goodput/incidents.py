@@ -219,6 +219,7 @@ class Incidents:
         del at_secs, off_secs
         self._go_on_from(step := int(event["step"]))
         self._place = step
+        self._top_step = max(self._top_step, step)
 
     def _go_on_from(self, step: int) -> None:
         """It is known now what the last incident has taken."""

@@ -16,15 +16,18 @@ How it is decided:
   of it waited for input. Steps up to the highest that was ever finished are repeated,
   those beyond are productive; within one event both are taken to last equally long.
 * What a dead worker did after its last `step` event was for steps that are done again:
-  it is booked as repeated. So of each step exactly one time is productive.
+  it is booked as repeated. Where the next one goes on from a later step than that event
+  told of, the part up to there was productive after all. So of each step exactly one
+  time is productive.
 * Guarded steps (that were not applied) are steps; the checkpoints hold them as such.
 * The loop waits for a save for as long as `save_start` says; for the last one, for one
   at a stop and for a mirror at the end, as long as that phase lasts. What a save costs
   in the background shows in the steps beside it.
 * A `hang` event says how long there was no progress before it; that, and all until
   there is progress or the worker is dead, is `hang`.
-* From a worker's last word or its death to the next launch the run is `down`; of that,
-  the time in which not even a command ran is told apart (`off_secs`).
+* From a worker's last word or its death to the next launch the run is `down`, and while
+  it is suspended; of that, the time in which not even a command ran is told apart
+  (`off_secs`).
 * What the events do not explain is `unknown`: in training, what is longer than the
   loop's own measure of it.
 """
@@ -73,6 +76,9 @@ _OF_PHASE = {
     "mirror": Cause.SAVE,
 }
 
+# They say how far a worker has got, beside what its steps say.
+_TELL_STEP = frozenset({"save_start", "worker_exit", "hang", "fault"})
+
 
 class Ledger:
     """Seconds by cause; takes in events in order, in a fixed space.
@@ -102,6 +108,9 @@ class Ledger:
         self._before_hang = 0
         # Of the loop's measure until the next step event, what was no step.
         self._blocked = 0
+        # What the last worker took along, and how far it is known to have got.
+        self._lost = 0
+        self._last_seen = -1
 
     # --- what is known --------------------------------------------------------
 
@@ -172,6 +181,9 @@ class Ledger:
         if taker is not None:
             with contextlib.suppress(*MALFORMED):
                 taker(event)
+        if event["kind"] in _TELL_STEP:
+            with contextlib.suppress(*MALFORMED):
+                self._last_seen = max(self._last_seen, int(event["step"]))
 
     def go_on_until(self, at_secs: float) -> None:
         """The run goes on, and its newest event was some time ago."""
@@ -225,14 +237,26 @@ class Ledger:
         self.num_repeated += num_again
         self.num_guarded += num_guarded
 
+    def _take_restore(self, event: Event) -> None:
+        self._carve(Cause.RESTORE, event["secs"])
+        num_kept = (step := int(event["step"])) - self.top_step
+        if num_kept > 0 and self._lost:
+            num_done = max(num_kept, self._last_seen - self.top_step)
+            kept = self._lost * num_kept // num_done
+            self._booked[Cause.REPEATED] -= kept
+            self._booked[Cause.STEP] += kept
+            self.num_steps += num_kept
+            self.top_step = step
+        self._lost, self._last_seen = 0, -1
+
+    def _take_suspended(self, event: Event) -> None:
+        self._carve(Cause.DOWN, event["secs"])
+
     def _take_save_start(self, event: Event) -> None:
         self._carve(Cause.SAVE, event["blocking_secs"])
 
     def _take_evaluation(self, event: Event) -> None:
         self._carve(Cause.EVALUATION, event["secs"])
-
-    def _take_restore(self, event: Event) -> None:
-        self._carve(Cause.RESTORE, event["secs"])
 
     def _take_compile(self, event: Event) -> None:
         self._carve(Cause.COMPILE, event["secs"])
@@ -278,7 +302,7 @@ class Ledger:
         if self._is_off:
             self._off += self._held
         elif cause is Cause.STEP and is_lost:
-            cause = Cause.REPEATED
+            cause, self._lost = Cause.REPEATED, self._held
         self._book(cause, self._held)
 
     def _enter(self, cause: Cause, *, is_off: bool = False) -> None:

@@ -281,7 +281,10 @@ class Supervisor:
     def _take_signals(self, pipe: _SignalPipe, worker: WorkerProcess | None) -> None:
         for number in pipe.read():
             if number == signal.SIGTSTP:
+                began = self._clock()
                 _suspend(worker)
+                if (secs := self._clock() - began) > _POLL_SECS:
+                    self._emit("suspended", secs=secs)
                 continue
             now = self._clock()
             first = self._first_seen.setdefault(number, math.inf)

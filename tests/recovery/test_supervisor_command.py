@@ -195,16 +195,21 @@ def test_a_lock_that_was_removed_ends_the_run(command, tmp_path, wait_until_dead
         assert (workdir / "lock").read_text() == "another's"
 
 
-def test_ctrl_z_stops_the_worker_too_and_fg_wakes_it(command):
+def test_ctrl_z_stops_the_worker_too_and_fg_wakes_it(command, tmp_path):
     process, (_, worker, child) = command(job=True)
     pids = [process.pid, int(worker), int(child)]
     for _ in range(2):
         os.killpg(process.pid, signal.SIGTSTP)
         wait_for_states(pids, "T")
+        time.sleep(0.2)  # Long enough to be told.
         os.killpg(process.pid, signal.SIGCONT)
         wait_for_states(pids, "SR")
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=20)[0].split() == ["outcome", "75", "1", "0"]
+    events = read_events(tmp_path / "run" / "events")
+    told = [event["secs"] for event in events if event["kind"] == "suspended"]
+    assert len(told) == 2
+    assert min(told) >= 0.2
 
 
 def test_ctrl_z_where_nobody_could_wake_it_changes_nothing(command):
