@@ -25,6 +25,7 @@ processes stop, save or fail at the same border without an extra wait.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import math
 import time
@@ -441,15 +442,15 @@ class Loop:
         """
         manager = self._parts.manager
         self._board.enter(Phase.SAVE)
-        while True:
-            left_secs = self._stops.deadline_secs()
-            try:
-                if manager.in_flight is None:
-                    manager.wait(timeout_secs=left_secs)
-                    return True
+        while manager.in_flight is not None:
+            # Not over yet, or failed: the last question tells that one apart.
+            with contextlib.suppress(FaultError):
                 manager.wait(timeout_secs=_LOOK_SECS)
-            except FaultError:
-                if manager.in_flight is None:
-                    raise
-            if self._stops.urgent or left_secs == 0:
-                return manager.in_flight is None
+            is_asked = self._stops.deadline_secs() == 0 or self._stops.urgent
+            if is_asked and manager.in_flight is not None:
+                return False
+        left_secs = self._stops.deadline_secs()
+        # Whoever follows the save has to tell of it, whatever is left.
+        at_least = None if left_secs is None else max(left_secs, _LOOK_SECS)
+        manager.wait(timeout_secs=at_least)
+        return True

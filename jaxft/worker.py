@@ -122,9 +122,9 @@ class Worker:
                 self._preflight(parts)
             self._enter(parts)
             state, ending = self._train(parts)
-            if ending is Ending.FINISHED:
-                # A stop has waited already, as long as there was time.
-                self._close_manager(parts)
+            if ending is Ending.FINISHED and not self._close_manager(parts):
+                # What the mirror lacks, the next start of the command sends.
+                ending = Ending.STOPPED
         except (Exception, SystemExit) as error:
             step = self._loop.step if self._loop else -1
             fault = fault_of(error, step=step)
@@ -406,8 +406,8 @@ class Worker:
         if self._loop and jax.process_count() == 1 and self._stops.poll() is not None:
             raise StopWhileWaiting
 
-    def _close_manager(self, parts: Parts) -> None:
-        """Lets the mirror have the last steps, for as long as a stop leaves time."""
+    def _close_manager(self, parts: Parts) -> bool:
+        """Lets the mirror have the last steps; False when a stop left no time."""
         is_told = False
 
         def may_wait() -> bool:
@@ -420,7 +420,8 @@ class Worker:
             return self._stops.deadline_secs() != 0 and not self._stops.urgent
 
         self._board.enter(Phase.MIRROR)
-        parts.manager.close(may_wait=may_wait)
+        is_over = parts.manager.close(may_wait=may_wait)
+        return is_over or self._stops.poll() is None
 
     def _finish_save(self, parts: Parts | None) -> None:
         """Lets a save in flight end well although the run does not."""

@@ -320,6 +320,27 @@ def test_what_was_in_flight_and_failed_is_made_good_or_told(policy_says: str) ->
     assert recorder.committed == []
 
 
+def test_a_save_that_ends_as_the_wait_gives_up_is_no_failure() -> None:
+    recorder = Recorder(config_of(100))
+    recorder.stop, recorder.drawn = "SIGTERM", 7
+    recorder.should_save = lambda step: False
+
+    def save(step: int, state: int, **content: Any) -> bool:
+        recorder.in_flight = step
+        return True
+
+    def wait(timeout_secs: float | None = None) -> None:
+        if recorder.in_flight is not None:
+            recorder.committed.append(recorder.in_flight)
+            recorder.in_flight = None
+            fault = Fault(kind=FaultKind.SAVE_FAILED, evidence="not over after 0.1 s")
+            raise FaultError(fault)
+
+    recorder.save, recorder.wait = save, wait
+    assert recorder.loop(restored=7).run(7)[1] == Ending.STOPPED
+    assert recorder.committed == [9]
+
+
 def test_a_stop_during_the_last_save_keeps_its_grace_time() -> None:
     recorder = Recorder(config_of(8))
     recorder.drawn = 8

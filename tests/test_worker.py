@@ -213,7 +213,7 @@ def test_a_stop_ends_the_wait_for_the_mirror(
         with StopRequests(config.preemption, emit=log) as stops:
             one = worker.Worker(config, workdir=lock.workdir, log=log, stops=stops)
             _, ending = one.live()
-            assert ending == "finished"
+            assert ending == "stopped"  # Not all of it is where it shall be.
             assert time.monotonic() - started[0] < 10
     phases = [e["name"] for e in _events(tmp_path / "run", "phase")]
     assert phases[-1] == "mirror"

@@ -68,8 +68,7 @@ class CheckpointManager:
         root: a local folder, made by the first save; relative to the working
             directory of now, `~` is expanded.
         save: when `maybe_save` saves, e.g. `steps(100) | secs(600)`, or `auto`.
-        keep: what stays, e.g. `last(3) | every(1000) | best(2, loss)`; the newest
-            always does.
+        keep: what stays, e.g. `last(3) | best(2, loss)`; the newest always does.
         timeout_secs: deadline of one save, and of waiting for one.
         on_save_error: `fail`, `warn`: go on without it, or `retry(n)`: go on, and the
             next border saves at once, up to n times in a row.
@@ -471,17 +470,18 @@ class CheckpointManager:
         except records.FaultError as error:
             logging.error("%s", error)
 
-    def close(self, *, may_wait: Callable[[], bool] = lambda: True) -> None:
+    def close(self, *, may_wait: Callable[[], bool] = lambda: True) -> bool:
         """Waits and raises like `wait`; call it at the end of the run.
 
         What goes to the mirror is waited for, too, as long as `may_wait` says so, and
-        never raises.
+        never raises; the answer is whether no copy was cut off.
         """
+        mirror, timeout_secs = self._mirror, self._timeout_secs
         try:
             self.wait()
         finally:
-            if self._mirror is not None:
-                self._mirror.close(self._timeout_secs, may_wait=may_wait)
+            is_over = mirror is None or mirror.close(timeout_secs, may_wait=may_wait)
+        return is_over
 
     def __enter__(self) -> CheckpointManager:
         return self

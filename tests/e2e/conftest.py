@@ -200,6 +200,26 @@ def _is_alive(pid: int, workdir: pathlib.Path) -> bool:
     return str(workdir).encode() in words
 
 
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Command]:
+    """Runs that nothing happened to, one for each choice of settings."""
+    runs: dict[str, Command] = {}
+
+    def get(**settings: Any) -> Command:
+        key = json.dumps(settings, sort_keys=True)
+        if key not in runs:
+            plain = {path.replace("__", "."): value for path, value in settings.items()}
+            workdir = tmp_path_factory.mktemp("undisturbed") / "run"
+            run = Command(workdir, plain, cold=False)
+            code, _, err = run.run()
+            assert code == 0, err
+            run.keep_programs()
+            runs[key] = run
+        return runs[key]
+
+    return get
+
+
 @pytest.fixture
 def same() -> Callable[[Command, Command, int], None]:
     """Asserts that two runs ended in the same bits."""
