@@ -127,9 +127,8 @@ def _parts(account: Account) -> Iterable[str]:
         yield _incidents(incidents)
     if costs := _costs(account):
         yield costs
-    restarts = [one for one in account.costs.recoveries if one.is_restart]
-    if restarts:
-        yield _recoveries(restarts)
+    if account.costs.recoveries:
+        yield _recoveries(account.costs.recoveries)
 
 
 def _head(account: Account) -> str:
@@ -217,23 +216,28 @@ def _cost(name: str, amounts: Amounts, *, num_bytes: int = 0) -> tuple[object, .
     return (name, len(amounts), *spans, text.size(num_bytes) if num_bytes else "")
 
 
-def _recoveries(restarts: Sequence[Recovery]) -> str:
-    """What the restarts took, by part; a part's median is of that part alone."""
+def _recoveries(recoveries: Sequence[Recovery]) -> str:
+    """What the way to the first step took; a part's median is of that part alone."""
+    restarts = [one for one in recoveries if one.is_restart]
 
-    def row(name: str, of: Any) -> tuple[str, ...]:
+    def row(name: str, of: Any, among: Sequence[Recovery]) -> tuple[str, ...]:
         values = [
-            of([getattr(one, f"{part}_secs") for one in restarts])
+            of([getattr(one, f"{part}_secs") for one in among])
             for part in (*_PARTS, "other", "total")
         ]
         return (name, *(f"{value:.2f}" for value in values))
 
-    head = ("restart, seconds", *map(_words, _PARTS), "other", "total")
-    rows = [row("median", statistics.median)]
+    rows = [row("first start", max, [one]) for one in recoveries if not one.is_restart]
+    if restarts:
+        name = (
+            "restart" if len(restarts) == 1 else f"median of {len(restarts)} restarts"
+        )
+        rows.append(row(name, statistics.median, restarts))
     if len(restarts) > 1:
-        rows += [row("longest", max), row("newest", lambda values: values[-1])]
-    count = text.plural(len(restarts), "restart")
-    table = text.table([head, *rows], right=range(1, len(head)))
-    return f"{table}\n{count} that reached a step"
+        rows.append(row("longest", max, restarts))
+        rows.append(row("newest", max, restarts[-1:]))
+    head = ("seconds to the first step", *map(_words, _PARTS), "other", "total")
+    return text.table([head, *rows], right=range(1, len(head)))
 
 
 def _words(name: str) -> str:

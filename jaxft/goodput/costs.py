@@ -56,7 +56,7 @@ class Recovery:
         attempt: as in its launch; -1 without a supervisor.
         at_secs: when it was launched, in seconds since the epoch.
         is_restart: whether another worker of the run was there before it.
-        down_secs: from the end of the one before it; 0 for the first.
+        down_secs: from the end of the one before it, in the same command; else 0.
         imports_secs: interpreter and imports.
         build_secs: model, data, preflight; on a fresh start making the state, too.
         restore_secs: reading the checkpoint, without its verification.
@@ -65,7 +65,7 @@ class Recovery:
         is_cached: whether the compile cache served it.
         first_step_secs: from there to the end of its first step.
         other_secs: what lies between these.
-        total_secs: from the end of the one before it to the end of its first step.
+        total_secs: all of them.
     """
 
     attempt: int
@@ -141,7 +141,7 @@ class Costs:
             at_secs=at_secs,
             is_restart=ended_at is not None,
         )
-        if ended_at is not None:
+        if ended_at is not None and not turn.new_command:
             self._way.down_secs = max(0.0, at_secs - ended_at)
         self._mark = at_secs
 

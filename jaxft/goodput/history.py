@@ -115,7 +115,7 @@ def _events_of(path: pathlib.Path) -> Iterator[Event]:
             for line in lines:
                 if (event := parse_line(line)) is not None:
                     yield event
-    except FileNotFoundError:  # It was taken away meanwhile.
+    except (FileNotFoundError, IsADirectoryError):  # It was taken away meanwhile.
         return
 
 

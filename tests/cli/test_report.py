@@ -114,7 +114,9 @@ def test_text(broken: Run, report: Any) -> None:
     assert row.endswith(" killed 12 4 10.1 s killed by SIGKILL in phase train")
     assert "1 incident, 4 steps and 10.1 s lost" in lines
     assert "save, until committed 2 2.00 s 2.00 s 4.00 s 4 MB" in lines
-    assert "1 restart that reached a step" in lines
+    start, restart = lines[-2:]
+    assert start == "first start 0.00 2.00 0.00 0.00 0.00 0.00 1.00 0.00 3.00"
+    assert restart == "restart 4.00 2.00 0.00 0.00 0.00 0.00 1.00 0.00 7.00"
 
 
 def test_json(broken: Run, report: Any) -> None:
@@ -135,9 +137,10 @@ def test_json(broken: Run, report: Any) -> None:
 
 
 def test_a_torn_history_is_told_as_far_as_it_goes(broken: Run, report: Any) -> None:
-    for path in (broken.workdir / "events").iterdir():
+    for path in list((broken.workdir / "events").iterdir()):
         path.write_bytes(path.read_bytes()[:-7])
     (broken.workdir / "events" / "mine.txt").write_text("not of a run")
+    (broken.workdir / "events" / "folder.jsonl").mkdir()
     code, out, err = report(broken.workdir)
     assert (code, err) == (0, "")
     assert "ended without a word, step 20 of 20" in out

@@ -94,3 +94,36 @@ def test_a_broken_run_is_accounted_for(
     assert [step for step, _ in curves["train/loss"]] == list(range(1, 401))
     assert curves["train/loss"] == [(s, np.float32(losses[s])) for s in range(1, 401)]
     assert [step for step, _ in curves["eval/loss"]] == [0, 100, 200, 300, 400]
+
+
+# What each fault of the plan must be told as, in this order.
+PLAN = {
+    "kill@40": "killed",
+    "raise@80": "exception",
+    "hang@120": "hang",
+    "kill_in_save@150": "killed",
+    "hang_gil@180": "hang",
+    "sigterm@220": "stopped",
+    "oom@260": "out_of_memory",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_each_kind_of_fault_has_its_own_cause(command: Any) -> None:
+    limits = {"hang__min_secs": 8, "hang__margin_secs": 4, "preemption__grace_secs": 20}
+    run = command(
+        "run",
+        train__num_steps=300,
+        faults__inject="; ".join(PLAN),
+        **limits,
+    )
+    codes = [run.run(timeout_secs=300)[0] for _ in range(3)]
+    assert codes == [75, 77, 0]
+    known = json.loads(report(run, "--json"))
+    told = {one["injected"]: one["kind"] for one in known["incidents"]}
+    assert told == PLAN
+    assert all(one["is_over"] and one["evidence"] for one in known["incidents"])
+    assert known["secs"]["hang"] >= 8.0 + 12.0
+    assert known["secs"]["unknown"] < 0.01 * known["wall_secs"]
+    assert known["num_productive_steps"] == 300

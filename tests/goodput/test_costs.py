@@ -32,6 +32,14 @@ def test_the_parts_of_a_recovery(story: Any) -> None:
     assert (first.down_secs, first.restore_secs, first.total_secs) == (0.0, 0.0, 10.5)
 
 
+def test_the_time_without_a_command_is_no_part(story: Any) -> None:
+    told = story().launch(0).begin().steps(1, 1, 0.5).wait(1000.0)
+    told.launch(0).begin(restored=1).steps(2, 2, 0.25)
+    _, second = told.account().costs.recoveries
+    assert second.is_restart
+    assert (second.down_secs, second.total_secs) == (0.0, 10.25)
+
+
 def test_who_never_reached_a_step_is_no_recovery(story: Any) -> None:
     told = story().launch(0).begin().exit(-9)
     told.launch(1).begin().steps(1, 1, 1.0)
