@@ -20,7 +20,7 @@ from jaxft.intervals import SaveCost
 
 # Times far above the usual are something else: an evaluation, a stall.
 _MAX_TIMES = 5.0
-_NUM_QUIET = 256
+_NUM_QUIET = 64
 _NUM_SAVES = 16
 # Where a save is always in flight, so many are taken together.
 _MAX_OPEN = 8

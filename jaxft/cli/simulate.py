@@ -253,7 +253,7 @@ def _print(head: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         f"slower; a restart {head['restart_secs']:.4g} s"
     )
     columns = ("save", "goodput", "5 %", "95 %", "lost", "saving", "restarting")
-    lines = [(*columns, "failures", "saves", "every")]
+    lines: list[tuple[str, ...]] = [(*columns, "failures", "saves", "every")]
     for row in rows:
         low, _, high = row["goodput_quantiles"].values()
         shares = (row["goodput"], low, high, row["lost"], row["saving"])
