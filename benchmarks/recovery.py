@@ -239,16 +239,15 @@ def naive(workdir: pathlib.Path) -> None:
     import optax
     import orbax.checkpoint as ocp
 
-    from jaxft.build import _model, _sources
+    from jaxft.data.sources import make_sources
+    from jaxft.models.adapters import from_nnx
+    from jaxft.models.transformer import make_model, next_token_loss
     from jaxft.train.optimizer import make_optimizer
 
     config = _make_config()
-    rows = _sources(config).train
-    batch = {name: np.asarray(x)[None] for name, x in rows[0].items()}
-    model = _model(
-        config,
-        example={k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in batch.items()},
-    )
+    rows = make_sources(config.data).train
+    module = make_model(config.model, config.remat)
+    model = from_nnx(module, next_token_loss(config.loss))
     optimizer = optax.chain(
         optax.clip_by_global_norm(config.train.clip_norm),
         make_optimizer(config.optimizer),
