@@ -6,6 +6,7 @@ finds all that is shown here, before.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import statistics
 from collections.abc import Iterable, Sequence
@@ -43,8 +44,14 @@ def report(options: Any) -> int:
     history = History(folder)
     if not history:
         raise places.nothing_there(f"no history in {folder}: no run has begun here")
-    is_running = workdirs.is_in_use(workdir)
-    account = account_of(history)
+    progress = text.Progress(f"reading {folder}", num_bytes=history.num_bytes)
+    is_running = False
+    with contextlib.suppress(OSError):  # A file system without locks cannot tell.
+        is_running = workdirs.is_in_use(workdir)
+    try:
+        account = account_of(history.read(progress.add))
+    finally:
+        progress.close()
     if is_running:
         account.go_on_until(history.now())
     if options.json:

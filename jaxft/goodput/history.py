@@ -21,7 +21,7 @@ import heapq
 import os
 import pathlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from jaxft.events import Clock, Event, boot_id, parse_line
 
@@ -29,11 +29,18 @@ from jaxft.events import Clock, Event, boot_id, parse_line
 _Boot = tuple[str, str]
 
 
+def _ignore(num_bytes: int) -> None:
+    """For a caller that does not wait for long."""
+
+
 class History:
     """The events of one folder.
 
     Args:
         folder: a workdir's `events`; a missing one is an empty history.
+
+    Attributes:
+        num_bytes: of all files, as it was opened.
 
     Raises:
         OSError: the folder is there and cannot be read.
@@ -47,6 +54,7 @@ class History:
             for path in sorted(pathlib.Path(folder).glob("*.jsonl"))
             if (first := next(_events_of(path), None)) is not None
         ]
+        self.num_bytes = sum(path.stat().st_size for _, path in found)
         # Whoever began first ties its boot to the time of day.
         found.sort(key=lambda item: item[0]["time"])
         for first, _ in found:
@@ -61,13 +69,19 @@ class History:
 
     def __iter__(self) -> Iterator[tuple[float, Event]]:
         """Each event with its time: seconds since the epoch, never less than before."""
+        return self.read()
+
+    def read(
+        self, progress: Callable[[int], None] = _ignore
+    ) -> Iterator[tuple[float, Event]]:
+        """The same, and `progress` is told how many bytes more have been read."""
         waiting = list(reversed(self._files))
         # (time of the next event, number of its file, the event, the rest)
         heap: list[tuple[float, int, Event, Iterator[tuple[float, Event]]]] = []
         num_opened = 0
         while heap or waiting:
             while waiting and (not heap or waiting[-1][0] <= heap[0][0]):
-                rest = self._timed(waiting.pop()[1])
+                rest = self._timed(waiting.pop()[1], progress)
                 num_opened += 1
                 if (item := next(rest, None)) is not None:
                     heapq.heappush(heap, (item[0], num_opened, item[1], rest))
@@ -92,10 +106,12 @@ class History:
         mono = _mono(first)
         return first["time"] if mono is None else self._anchors[_boot(first)] + mono
 
-    def _timed(self, path: pathlib.Path) -> Iterator[tuple[float, Event]]:
+    def _timed(
+        self, path: pathlib.Path, progress: Callable[[int], None]
+    ) -> Iterator[tuple[float, Event]]:
         """The events of one file with their times, never less than before."""
         last_secs, last_day, set_back = -1e18, -1e18, 0.0
-        for event in _events_of(path):
+        for event in _events_of(path, progress):
             mono = _mono(event)
             if mono is None:
                 set_back += max(0.0, last_day - event["time"])
@@ -109,10 +125,13 @@ class History:
             yield last_secs, event
 
 
-def _events_of(path: pathlib.Path) -> Iterator[Event]:
+def _events_of(
+    path: pathlib.Path, progress: Callable[[int], None] = _ignore
+) -> Iterator[Event]:
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
+                progress(len(line))
                 if (event := parse_line(line)) is not None:
                     yield event
     except (FileNotFoundError, IsADirectoryError):  # It was taken away meanwhile.

@@ -193,6 +193,10 @@ class Incidents:
         del at_secs, off_secs
         self._see_step(event)
 
+    def _take_bad_steps(self, event: Event, at_secs: float, off_secs: float) -> None:
+        del at_secs, off_secs
+        self._see_step(event)
+
     def _see_step(self, event: Event) -> None:
         """It has got so far, although no step event says so yet."""
         self._step = max(self._step, step := int(event["step"]))

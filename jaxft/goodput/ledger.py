@@ -77,7 +77,7 @@ _OF_PHASE = {
 }
 
 # They say how far a worker has got, beside what its steps say.
-_TELL_STEP = frozenset({"save_start", "worker_exit", "hang", "fault"})
+_TELL_STEP = frozenset({"save_start", "worker_exit", "hang", "fault", "bad_steps"})
 
 
 class Ledger:

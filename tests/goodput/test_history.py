@@ -51,8 +51,10 @@ def test_files_are_merged_by_time(tmp_path: pathlib.Path) -> None:
             worker("phase", name=letter)
         clocks.wait(1.0)
         supervisor("phase", name={"b": "d", "e": "g"}[letters[0]])
+    num_read: list[int] = []
     history = History(tmp_path)
-    assert names(history) == list("abcdefg")
+    assert len(list(history.read(num_read.append))) == 7
+    assert sum(num_read) == history.num_bytes > 0
     assert names(history) == list("abcdefg")
     times = [secs - 1_000_000.0 for secs, _ in history]
     assert times == [0.0, 10.25, 10.5, 11.5, 21.75, 22.0, 23.0]
