@@ -22,6 +22,7 @@ from jaxft.intervals import SaveCost
 _MAX_TIMES = 5.0
 _NUM_QUIET = 64
 _NUM_SAVES = 16
+_NUM_REMEMBERED = 4
 # Where a save is always in flight, so many are taken together.
 _MAX_OPEN = 8
 # A call that took no more than that from the work would be luck.
@@ -80,6 +81,15 @@ class SaveCosts:
         """It will not commit: what was measured beside it is of no use."""
         self._open, self._beside = [], []
 
+    def remember(self, cost: SaveCost) -> None:
+        """What an earlier process has measured: as good as some saves of this one."""
+        save = _Save(
+            blocking_secs=cost.blocking_secs,
+            write_secs=cost.write_secs,
+            lost_secs=cost.lost_secs,
+        )
+        self._saves.extend([save] * _NUM_REMEMBERED)
+
     @property
     def is_writing(self) -> bool:
         """Whether a save has begun and not committed."""
@@ -95,8 +105,8 @@ class SaveCosts:
     def cost(self) -> SaveCost | None:
         """The mean of the last saves; None before one is known.
 
-        The first one counts only as long as it is the only one: whatever happens once
-        happens in it.
+        The first one of a process counts only as long as nothing else is known:
+        whatever happens once happens in it.
         """
         saves = list(self._saves) or ([self._first] if self._first else [])
         if not saves:

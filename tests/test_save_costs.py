@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxft.intervals import SaveCost
 from jaxft.save_costs import SaveCosts
 
 
@@ -61,6 +62,20 @@ def test_the_first_save_counts_only_while_it_is_alone():
     _run(costs, blocking=0.5, num_saves=2)
     assert costs.cost().blocking_secs == pytest.approx(0.5)
     assert costs.num_known == 3
+
+
+def test_what_an_earlier_process_measured_is_better_than_a_first_save():
+    costs = SaveCosts()
+    known = SaveCost(blocking_secs=0.5, write_secs=4.0, slowdown=0.25)
+    costs.remember(known)
+    assert costs.cost() == known
+    _run(costs, blocking=30.0, write=4.0, num_saves=1)
+    assert costs.cost().lost_secs == pytest.approx(known.lost_secs)
+    # What is new counts more and more.
+    _run(costs, blocking=2.5, write=4.0, num_saves=4)
+    assert costs.cost().blocking_secs == pytest.approx(1.5)
+    _run(costs, blocking=2.5, write=4.0, num_saves=16)
+    assert costs.cost().blocking_secs == pytest.approx(2.5)
 
 
 def test_evaluations_and_stalls_are_no_steps():

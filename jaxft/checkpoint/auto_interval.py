@@ -36,6 +36,8 @@ class AutoInterval:
         self._emit = emit
         self._known = known
         self._costs = SaveCosts()
+        if known.cost is not None:
+            self._costs.remember(known.cost)
         self._step_in_flight = -1
         self._planned_for = -1
         self._num_plans = 0
@@ -88,8 +90,7 @@ class AutoInterval:
 
     def _plan(self, seen_secs: float) -> list[tuple[str, dict[str, Any]]]:
         """Sets the interval; the events that tell of it."""
-        cost = self._costs.cost() or self._known.cost
-        if cost is None:
+        if (cost := self._costs.cost()) is None:
             return []
         rate = intervals.failure_rate(
             self._known.expected_hours * 3600,

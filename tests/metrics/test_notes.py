@@ -51,6 +51,11 @@ def failed(step: int, reason: str) -> tuple[str, dict]:
             "checkpoint.keep goes by los, which step 10 does not have; it has "
             "accuracy, loss",
         ),
+        (
+            "interval_costly",
+            {"secs": 12.345, "overhead": 0.0412, "reason": "failures are frequent"},
+            "saves every 12.3 s take 4.1% of the time: failures are frequent",
+        ),
         (*failed(30, "no answer"), "mirror: step 30 failed: no answer"),
         (*failed(-1, "no answer"), "mirror: s3://b failed: no answer"),
     ],
