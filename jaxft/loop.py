@@ -328,10 +328,7 @@ class Loop:
                 self.step,
                 state,
                 data=self._parts.iterator.get_state(),
-                run={
-                    "facts": self._parts.facts,
-                    "config": settings.flatten(self._parts.config),
-                },
+                run=self._run_record(),
                 metrics=metrics,
                 force=force,
                 timeout_secs=timeout_secs,
@@ -339,6 +336,16 @@ class Loop:
         if self._injector is not None:
             self._injector.in_save()
         return has_begun
+
+    def _run_record(self) -> dict[str, Any]:
+        """What a restart wants back beside state and data position."""
+        record: dict[str, Any] = {
+            "facts": self._parts.facts,
+            "config": settings.flatten(self._parts.config),
+        }
+        if self._spikes is not None:
+            record["losses"] = self._spikes.get_state()
+        return record
 
     def _save_last(self, state: TrainState) -> bool:
         """Commits the state after the last step, once whichever rule asked.

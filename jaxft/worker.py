@@ -94,6 +94,7 @@ class Worker:
         self._curves: pathlib.Path | None = None
         self._save_times = SaveTimes()
         self._injector: Injector | None = None
+        self._spikes = rollbacks.make_spike_rule(config.rollback)
         self._notes = Notes(
             self._note,
             failed_saves=config.checkpoint.on_save_error.strip() != "fail",
@@ -154,13 +155,13 @@ class Worker:
 
     def tell(self, kind: str, /, **fields: Any) -> None:
         """Adds an event to the history, and for some a line that a person sees."""
+        if self._injector is not None:
+            self._injector.hear(kind)  # First: it may give the log its room back.
         self._log(kind, **fields)
         self._notes.take(kind, fields)
         self._save_times.take(kind, fields)
         if kind == "mirror_commit" and self._board.phase is Phase.MIRROR:
             self._board.beat()
-        if self._injector is not None:
-            self._injector.hear(kind)
 
     def _plan_faults(self, parts: Parts) -> None:
         """Faults on purpose; what an earlier one still holds is given back."""
@@ -179,6 +180,7 @@ class Worker:
                 emit=self._log,
                 process=jax.process_index(),
             )
+            parts.manager.slow_down(self._injector.write_rate)
 
     def _note(self, text: str) -> None:
         if self._progress is not None:
@@ -268,7 +270,6 @@ class Worker:
                 state_digests.prepare(state)  # Else the first save would wait for it.
                 step_fn, eval_fn = self._compile(parts, state)
             emit = self._drawing(restored, stack)
-            spikes = rollbacks.make_spike_rule(self._config.rollback)
             while True:
                 self._loop = Loop(
                     parts,
@@ -282,7 +283,7 @@ class Worker:
                     save_times=self._save_times,
                     injector=self._injector,
                     board=self._board,
-                    spikes=spikes,
+                    spikes=self._spikes,
                 )
                 try:
                     return self._loop.run(state)
@@ -293,8 +294,6 @@ class Worker:
                 rollbacks.roll_back(parts, bad, emit=self.tell)
                 with self._stops.may_leave():
                     state, restored, evaluated = self._first_state(parts, progress)
-                if spikes is not None:
-                    spikes.rewind(restored)
 
     def _drawing(self, restored: int, stack: contextlib.ExitStack) -> Emit:
         """The history, and where they are asked for curves beside it."""
@@ -354,6 +353,8 @@ class Worker:
         if restored.step in self._notes.fetched:
             origin = f", fetched from the mirror {self._config.checkpoint.mirror}"
         progress.note(f"resuming at step {restored.step}{origin}")
+        if self._spikes is not None:
+            self._spikes.set_state(restored.run.get("losses"))
         evaluated = restored.step if restored.metrics else -1
         return restored.state, restored.step, evaluated
 

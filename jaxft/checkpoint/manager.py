@@ -296,6 +296,10 @@ class CheckpointManager:
             write.begin()  # As the last: what writes takes the processor.
         return True
 
+    def slow_down(self, write_rate: Callable[[int], float]) -> None:
+        """For drills: step -> bytes a second that its save writes at most; 0: all."""
+        self._planner.write_rate = write_rate
+
     # --- in the background ----------------------------------------------------
 
     def _end(self, plan: Proof, committed: bool) -> None:
@@ -393,11 +397,7 @@ class CheckpointManager:
         return restored
 
     def rollback(self, to: int, **decision: Any) -> None:
-        """Makes `to` the newest step for good.
-
-        Args:
-            to: a committed step.
-            **decision: `reason`, `skip` and `cause`, see `decisions.roll_back`.
+        """Makes `to` the newest step for good, by `decisions.roll_back`.
 
         Raises:
             FaultError: `to` is not there, or a save in flight is not over in time.

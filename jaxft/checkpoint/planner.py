@@ -90,6 +90,7 @@ class SavePlanner:
 
     Attributes:
         pins: steps that the save in flight needs.
+        write_rate: step -> bytes a second that its save writes at most; 0 for all.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class SavePlanner:
         emit: records.Emit,
     ):
         self.pins = retention.Pins()
+        self.write_rate: Callable[[int], float] = lambda _: 0.0
         self._root = root
         self._options = chosen
         self._keep = keep
@@ -355,13 +357,16 @@ class SavePlanner:
 
     def _seal(self, one: proof.Proof, path: str) -> Callable[[pathlib.Path], None]:
         """What finishes the step in the primary process."""
-        if jax.process_count() == 1:
-            return one.seal
-        return functools.partial(
-            one.seal_shared,
-            step_path=path,
-            timeout_secs=self._timeout_secs,
-        )
+        seal = one.seal
+        if jax.process_count() > 1:
+            seal = functools.partial(
+                one.seal_shared,
+                step_path=path,
+                timeout_secs=self._timeout_secs,
+            )
+        if rate := self.write_rate(one.step):
+            return functools.partial(_seal_slowly, seal, rate=rate)
+        return seal
 
     def verdict(self, one: proof.Proof) -> tuple[str, ...]:
         """Leaves for which a step that is written is no resume point; never raises.
@@ -420,3 +425,11 @@ def check_label(step: int, state: PyTree) -> None:
         return
     if int(own) != step:
         raise ValueError(f"save({step}) of a state whose step is {int(own)}")
+
+
+def _seal_slowly(
+    seal: Callable[[pathlib.Path], None], folder: pathlib.Path, *, rate: float
+) -> None:
+    """As if the disk took no more than `rate` bytes a second."""
+    time.sleep(layout.count_bytes(folder) / rate)
+    seal(folder)

@@ -1,11 +1,11 @@
-"""The toolbox: `python -m jaxft.cli ckpt <command> ...`, `... report`, `... simulate`.
+"""The toolbox: `python -m jaxft.cli ckpt|report|simulate|drill ...`.
 
 World: host-only. Floor: the top, beside `main`. Read `jaxft/cli/ckpt.py`,
-`jaxft/cli/report.py` and `jaxft/cli/simulate.py` next.
+`jaxft/cli/report.py`, `jaxft/cli/simulate.py` and `jaxft/cli/drill.py` next.
 
-Exit codes: 0 fine, 1 two checkpoints differ, 66 a problem was found or nothing is
-there, 73 a run is using it, 74 it cannot be read or written now, 75 interrupted,
-78 wrong usage. Every error is one line.
+Exit codes: 0 fine, 1 two checkpoints differ or a drill was not passed, 66 a problem
+was found or nothing is there, 73 a run is using it, 74 it cannot be read or written
+now, 75 interrupted, 78 wrong usage. Every error is one line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import NoReturn
 from jaxft.checkpoint.export import ExportError
 from jaxft.checkpoint.run_record import RecordError
 from jaxft.checkpoint.stored_tree import ArrayError
-from jaxft.cli import ckpt, report, simulate
+from jaxft.cli import ckpt, drill, report, simulate
+from jaxft.config import ConfigError
 from jaxft.records import ExitCode, FaultError
 
 
@@ -45,10 +46,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     ckpt.add_commands(groups)
     report.add_command(groups)
     simulate.add_command(groups)
+    drill.add_command(groups)
     try:
-        options = parser.parse_args(argv)
+        options, rest = parser.parse_known_args(argv)
+        options.settings = [word for word in rest if word.startswith("--config.")]
+        takes_settings = getattr(options, "takes_settings", False)
+        if wrong := [
+            w for w in rest if not takes_settings or w not in options.settings
+        ]:
+            raise _UsageError(f"unrecognized arguments: {' '.join(wrong)}; see --help")
         return options.run(options)
-    except (_UsageError, ExportError) as error:
+    except (_UsageError, ExportError, ConfigError) as error:
         return _fail(str(error), ExitCode.CONFIG)
     except FaultError as error:
         return _fail(str(error), error.fault.exit_code)

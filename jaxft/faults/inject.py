@@ -73,6 +73,7 @@ class Injector:
         self._emit = emit
         self._process = process
         self._doomed: PlannedFault | None = None
+        self._is_full = False
         if any(f.kind is Injected.ENOSPC for f in plan):
             disk.check_scratch(self._folder, root)
         self._filler = self._folder / "filler"
@@ -98,7 +99,7 @@ class Injector:
         for fault in self._plan:
             if fault.kind in OF_BATCHES and fault.first <= batch_number <= fault.last:
                 self._tell(fault, step, batch=batch_number)
-                if not self._num_fired[fault.number]:
+                if not self._num_fired[fault.number] and not self._is_full:
                     self._mark(fault, step)
 
     def before_save(self, step: int) -> None:
@@ -116,11 +117,16 @@ class Injector:
             _kill()
 
     def write_rate(self, step: int) -> float:
-        """Bytes a second that a save of `step` may write at most; 0 for no limit."""
+        """Bytes a second that a save of `step` may write at most; 0 for no limit.
+
+        Where no save falls into the range of a fault, the next one is slow.
+        """
         for fault in self._plan:
-            slow = fault.kind is Injected.SLOW_DISK
-            if slow and fault.first <= step <= fault.last:
-                if not self._num_fired[fault.number]:
+            is_first = not self._num_fired[fault.number]
+            is_due = fault.first <= step and (step <= fault.last or is_first)
+            is_due = is_due and not self._is_full
+            if fault.kind is Injected.SLOW_DISK and is_due:
+                if is_first:
                     self._mark(fault, step)
                 self._tell(fault, step)
                 return fault.value
@@ -135,11 +141,14 @@ class Injector:
         """Gives back what `enospc` has taken."""
         with contextlib.suppress(OSError):
             self._filler.unlink(missing_ok=True)
+            self._is_full = False
 
     # --- markers --------------------------------------------------------------
 
     def _is_due(self, fault: PlannedFault, step: int) -> bool:
         if step < fault.first or self._num_fired[fault.number] >= fault.times:
+            return False
+        if self._is_full:  # No marker could be written: first that has to be over.
             return False
         # With fewer there would be nothing to go on from, which is another test.
         needs_two = fault.kind is Injected.CORRUPT_NEWEST
@@ -167,15 +176,17 @@ class Injector:
             count += 1
 
     def _mark(self, fault: PlannedFault, step: int) -> None:
-        """Writes the marker, durably."""
+        """Writes the marker, durably; it is there whole or not at all."""
         path = self._marker(fault, self._num_fired[fault.number])
         body = {"fault": str(fault), "number": fault.number, "step": step}
         body |= {"process": self._process, "time": time.time()}
         self._folder.mkdir(exist_ok=True)
-        with path.open("x") as file:
+        new = path.with_suffix(".new")
+        with new.open("w") as file:
             file.write(json.dumps(body) + "\n")
             file.flush()
             os.fsync(file.fileno())
+        new.rename(path)
         for folder in (self._folder, self._folder.parent):
             disk.sync_folder(folder)
         self._num_fired[fault.number] += 1
@@ -223,6 +234,7 @@ class Injector:
             case Injected.SIGTERM:
                 _ask_to_stop(fault.grace_secs)
             case Injected.ENOSPC:
+                self._is_full = True
                 disk.fill(self._filler)
             case Injected.OOM:
                 self._acts["exhaust_memory"]()

@@ -26,7 +26,7 @@ from jaxft.config import ConfigError
 PATH = "faults.inject"
 # A spike multiplies loss and gradient by it unless `:factor` says otherwise.
 SPIKE_FACTOR = 1000.0
-_RANDOM_RATE = "10MBps"
+_RANDOM_RATE = "1MBps"
 _SLOW_STEPS = 5
 
 _ITEM = re.compile(r"(\w+)\s*@\s*(\d+)(?:\s*-\s*(\d+))?(?:\s*:\s*([\w.]+))?\s*(.*)")

@@ -7,9 +7,11 @@ World: host-only. Floor: a peer of `train` and `checkpoint`. Read
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import math
 import statistics
+from typing import Any
 
 from jaxft.faults.nonfinite import BadStepsError
 from jaxft.records import Fault, FaultKind
@@ -25,7 +27,9 @@ class SpikeRule:
 
     The deviation is the median of the distances from the median: a few high losses
     move neither. A high loss does not enter what the next ones are compared with. The
-    window begins empty with the process, and says nothing before a quarter is full.
+    window begins empty, goes into each checkpoint and comes back with it (without the
+    loss of the very step, which is read only later), and says nothing before a quarter
+    of it is full.
 
     Args:
         factor: high is above median + factor * deviation.
@@ -67,11 +71,16 @@ class SpikeRule:
             fault = Fault(kind=FaultKind.SPIKE, step=step, evidence=text)
             raise BadStepsError(fault, first_step=first)
 
-    def rewind(self, step: int) -> None:
-        """The run goes on from `step`: what came later has not happened."""
+    def get_state(self) -> list[list[float]]:
+        """The window as JSON: pairs of step and loss."""
+        return [[step, loss] for step, loss in self._losses]
+
+    def set_state(self, pairs: Any) -> None:
+        """Goes on from what a checkpoint holds; empty where it holds no window."""
         self._num_high = 0
-        while self._losses and self._losses[-1][0] > step:
-            self._losses.pop()
+        self._losses.clear()
+        with contextlib.suppress(TypeError, ValueError):
+            self._losses.extend((int(step), float(loss)) for step, loss in pairs)
 
     def _limit(self) -> float:
         if len(self._losses) < max(4, self.window // 4):

@@ -116,3 +116,27 @@ def test_a_wrong_plan_is_one_line(command: Any) -> None:
     assert code == 78, (out, err)
     assert err.startswith("jaxft: config.faults.inject: 'explode@6': there is no")
     assert os.listdir(run.workdir) == ["compile_cache"]  # which the test has put there
+
+
+@pytest.mark.slow
+def test_killed_between_the_decision_and_the_restore(command: Any) -> None:
+    """The next start does what is left of a rollback."""
+    bad = {
+        "train__num_steps": NUM_STEPS,
+        "train__max_nonfinite": 3,
+        "rollback__skip_after": 4,
+        "faults__inject": "nan_grad@40-42",
+    }
+    straight = command("straight", data__skip="39-44", **bad)
+    code, _, err = straight.run()
+    assert code == 0, err
+    run = command("run", **bad)
+    run.start()
+    decision = run.workdir / "checkpoints" / "decisions" / "1.json"
+    run.wait_for(decision.exists)
+    os.kill(run.events("launch")[0]["worker_pid"], signal.SIGKILL)
+    code, out, err = run.finish()
+    assert code == 0, (out, err)
+    assert run.events("worker_exit")[0]["status"] == -signal.SIGKILL
+    assert len(list(decision.parent.glob("*.json"))) == 1
+    assert run.state(NUM_STEPS) == straight.state(NUM_STEPS)

@@ -116,9 +116,11 @@ def test_what_needs_a_device_is_done_by_it(tmp_path):
 
 
 def test_slow_saves(tmp_path):
-    injector = make(tmp_path, "slow_disk@5-6:2MBps")
+    injector = make(tmp_path, "slow_disk@5-6:2MBps; slow_disk@8-9:1MBps")
     assert [injector.write_rate(step) for step in (4, 5, 6, 7)] == [0, 2e6, 2e6, 0]
-    assert (tmp_path / "faults" / "1.json").exists()
+    # No save between 8 and 9: the next one.
+    assert [injector.write_rate(step) for step in (20, 30)] == [1e6, 0]
+    assert sorted(os.listdir(tmp_path / "faults")) == ["1.json", "2.json"]
 
 
 def test_only_a_small_scratch_disk_is_filled(tmp_path):
@@ -129,19 +131,23 @@ def test_only_a_small_scratch_disk_is_filled(tmp_path):
 
 def test_a_scratch_disk_is_full_until_a_save_has_failed(tmp_path, mount_disk):
     disk = mount_disk(tmp_path / "run", "2m")
-    injector = make(disk, "enospc@5; enospc@7")
+    injector = make(disk, "enospc@5; enospc@7; raise@6")
     injector.at_border(5, None)
     with pytest.raises(OSError, match="No space left"):
         (disk / "more").write_bytes(bytes(5000))
+    # No other fault could be marked now.
+    assert injector.at_border(6, "state") == "state"
     injector.hear("step")
     with pytest.raises(OSError, match="No space left"):
         (disk / "more").write_bytes(bytes(5000))
     injector.hear("save_failed")
     (disk / "more").write_bytes(bytes(5000))
+    with pytest.raises(InjectedError):
+        injector.at_border(6, None)
     injector.at_border(7, None)
     with pytest.raises(OSError, match="No space left"):
         (disk / "other").write_bytes(bytes(5000))
-    make(disk, "enospc@5; enospc@7")  # A new start finds the room again.
+    make(disk, "enospc@5; enospc@7; raise@6")  # A new start finds the room again.
     (disk / "other").write_bytes(bytes(5000))
 
 

@@ -1,5 +1,6 @@
 """What counts as a spike of the loss."""
 
+import json
 import math
 
 import numpy as np
@@ -67,14 +68,24 @@ def test_a_constant_loss_has_some_room():
         feed(one, [2.5] * 3, start=61)
 
 
-def test_what_is_rolled_back_has_not_happened():
+def test_it_goes_on_as_from_a_checkpoint():
     one, other = rule(), rule()
     losses = noisy(80)
-    feed(one, losses[:60])
-    one.observe(61, 9.0)
-    one.rewind(40)
-    feed(other, losses[:40])
+    feed(one, losses[:40])
+    saved = json.loads(json.dumps(one.get_state()))
+    feed(one, [9.0, 9.0], start=41)
+    other.set_state(saved)
+    one.set_state(saved)
     for each in (one, other):
         feed(each, losses[40:60], start=41)
-    assert one._losses == other._losses
-    assert one._num_high == 0
+    assert one.get_state() == other.get_state()
+    with pytest.raises(BadStepsError, match="in steps 61 to 63"):
+        feed(other, [9.0] * 3, start=61)
+
+
+@pytest.mark.parametrize("pairs", [None, 3, [[1]], [["a", "b"]], "text"])
+def test_a_checkpoint_without_a_window_is_a_beginning(pairs):
+    one = rule()
+    feed(one, noisy(50))
+    one.set_state(pairs)
+    assert one.get_state() == []
