@@ -10,8 +10,10 @@ import pytest
 
 from jaxft.config import Config
 from jaxft.faults.grace import SaveTimes
+from jaxft.faults.watchdog import Answer, PhaseBoard, Watchdog
+from jaxft.limits import TimeLimits
 from jaxft.loop import Ending, Loop, StopWhileWaiting
-from jaxft.records import Control, Fault, FaultError, FaultKind
+from jaxft.records import Control, Fault, FaultError, FaultKind, Phase
 from jaxft.types import StepOutput
 
 pytestmark = pytest.mark.device
@@ -413,6 +415,73 @@ def test_non_finite_steps_in_a_row_end_the_run() -> None:
     with pytest.raises(FaultError, match="steps 1 to 3") as error:
         recorder.loop().run(0)
     assert error.value.fault.exit_code == 65
+
+
+class Board(PhaseBoard):
+    """Writes down what is said before it begins."""
+
+    def __init__(self, recorder: Recorder, **options: Any):
+        super().__init__(**options)
+        self.calls = recorder.calls
+
+    def enter(self, phase: Phase) -> None:
+        self.calls.append(("phase", str(phase)))
+        super().enter(phase)
+
+
+def test_every_phase_is_declared_before_it_begins() -> None:
+    recorder = Recorder(config_of(4, every=3))
+    board = Board(recorder)
+    recorder.loop(board=board).run(0)
+    before: list[Any] = []
+    phase = ""
+    for call in recorder.calls:
+        if call[0] == "phase":
+            phase = call[1]
+        else:
+            name = call if isinstance(call, str) else call[0]
+            before.append((name, phase))
+    expected = {
+        "evaluate": {"evaluate"},
+        "save": {"save"},
+        "wait": {"save"},
+        "draw": {"data"},
+        "step": {"first_step", "step"},
+        "read": {"first_step", "step"},
+    }
+    assert {name: {p for n, p in before if n == name} for name in expected} == expected
+    # The first step is over when its output was read, not when it was dispatched.
+    steps = [p for name, p in before if name == "step"]
+    assert steps == ["first_step", "first_step", "step", "step"]
+    assert board.step == 4
+
+
+@pytest.mark.parametrize("where", ["evaluate", "save", "wait", "step_fn"])
+def test_what_hangs_is_named(where: str) -> None:
+    recorder = Recorder(config_of(8, every=4))
+    now, hangs = [0.0], []
+    board = Board(recorder, clock=lambda: now[0])
+    dog = Watchdog(
+        limits=TimeLimits(),
+        answer=Answer.REPORT,
+        board=board,
+        emit=lambda kind, **fields: hangs.append((fields["phase"], fields["step"])),
+        clock=lambda: now[0],
+    )
+    original = getattr(recorder, where)
+
+    def hang(*args: Any, **kwargs: Any) -> Any:
+        if recorder.drawn >= (8 if where == "wait" else 4):
+            for _ in range(2000):  # All limits are below half an hour.
+                now[0] += 1.0
+                dog.tick()
+        return original(*args, **kwargs)
+
+    setattr(recorder, where, hang)
+    recorder.loop(board=board).run(0)
+    phase = {"wait": "save", "step_fn": "step"}.get(where, where)
+    assert hangs[0][0] == phase
+    assert {name for name, _ in hangs} == {phase}
 
 
 def test_a_batch_drawn_before_the_save_is_noticed() -> None:

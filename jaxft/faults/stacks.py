@@ -10,6 +10,7 @@ import contextlib
 import linecache
 import os
 import pathlib
+import re
 import sys
 import threading
 import types
@@ -18,7 +19,9 @@ from jaxft.records import MAX_EVIDENCE_BYTES
 
 # Files of debuggers: whoever sits in one of their frames waits for a person.
 _DEBUGGERS = frozenset({"pdb.py", "bdb.py", "pydevd.py"})
-# XLA is at work below this function of JAX: a compilation, however it came about.
+# Lines of one thread in a short text, two for each call.
+_NUM_LINES = 24
+# XLA is at work below this file of JAX: a compilation, however it came about.
 _COMPILER = os.path.join("jax", "_src", "compiler.py")
 
 
@@ -52,17 +55,26 @@ def frames_of(ident: int) -> list[types.FrameType]:
 
 
 def where(frames: list[types.FrameType]) -> str:
-    """The newest of `frames` in a few words: file, line and function."""
-    if not frames:
-        return "nowhere"
-    return _place(frames[0])
+    """The newest of `frames` in a few words: file, line and function.
+
+    Who waits for another thread is named, not the wait.
+    """
+    named = [f for f in frames if f.f_code.co_filename != threading.__file__]
+    return _place((named or frames)[0]) if frames else "nowhere"
 
 
 def excerpt(text: str, *, max_bytes: int = MAX_EVIDENCE_BYTES) -> str:
-    """The end of `text`, whole lines of it."""
-    data = text.encode()
-    if len(data) <= max_bytes:
+    """What fits of `all_stacks`: the newest calls of each thread, the last threads."""
+    if len(text.encode()) <= max_bytes:
         return text
+    threads = []
+    for thread in re.split(r"\n(?=Thread )", text):
+        header, *lines = thread.split("\n")
+        newest = lines if len(lines) <= _NUM_LINES else ["  ...", *lines[-_NUM_LINES:]]
+        threads.append("\n".join([header, *newest]))
+    data = "\n".join(threads).encode()
+    if len(data) <= max_bytes:
+        return data.decode()
     return data[-max_bytes:].decode(errors="ignore").partition("\n")[2]
 
 

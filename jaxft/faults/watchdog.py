@@ -262,12 +262,12 @@ class Watchdog:
         place = stacks.where(frames)
         del frames  # They hold what the main thread's functions hold.
         if self._answer is Answer.REPORT:
-            self._report(hang, stacks.all_stacks(last=self.board.ident))
+            self._report(hang)
             return
-        # Whatever these words are written to may be what hangs.
+        # Whatever these words are written to, or are about, may be what hangs.
         talker = threading.Thread(
             target=self._say_last_words,
-            args=(hang, stacks.all_stacks(last=self.board.ident), place),
+            args=(hang, place),
             name="jaxft-last-words",
             daemon=True,
         )
@@ -275,14 +275,16 @@ class Watchdog:
         talker.join(self._limits.last_words_secs)
         os._exit(ExitCode.HUNG)
 
-    def _report(self, hang: dict[str, Any], text: str) -> None:
+    def _report(self, hang: dict[str, Any]) -> str:
+        text = stacks.all_stacks(last=self.board.ident)
         file = ""
         if self._folder is not None:
             file = write_beside(self._folder, text, name="hang")
         self._emit("hang", **hang, stacks=stacks.excerpt(text), file=file)
+        return text
 
-    def _say_last_words(self, hang: dict[str, Any], text: str, place: str) -> None:
-        self._report(hang, text)
+    def _say_last_words(self, hang: dict[str, Any], place: str) -> None:
+        text = self._report(hang)
         summary = (
             f"no progress for {hang['silent_secs']:.1f} s in phase {hang['phase']} "
             f"(limit {hang['limit_secs']:.1f} s), at {place}"

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from jaxft.faults import stacks
 from jaxft.faults.watchdog import Answer, PhaseBoard, Watchdog
 from jaxft.limits import LearntTimes, TimeLimits
 from jaxft.records import Phase
@@ -317,8 +318,6 @@ def test_compiling_again_in_the_middle_is_no_hang():
     import jax
     import jax.numpy as jnp
 
-    from jaxft.faults import stacks
-
     seen: list[bool] = []
     over = threading.Event()
     ident = threading.get_ident()
@@ -342,3 +341,27 @@ def test_compiling_again_in_the_middle_is_no_hang():
     looker.join()
     assert any(seen)
     assert not stacks.is_compiling(stacks.frames_of(ident))
+
+
+def test_a_short_text_has_the_newest_calls_of_the_thread_that_matters():
+    def deep(left: int) -> str:
+        if left:
+            return deep(left - 1)
+        return stacks.all_stacks(last=threading.get_ident())
+
+    idle = threading.Event()
+    threads = [threading.Thread(target=idle.wait, name=f"t{i}") for i in range(30)]
+    threads.append(threading.Thread(target=idle.wait, name="jaxft-read-0"))
+    for thread in threads:
+        thread.start()
+    try:
+        text = deep(150)
+    finally:
+        idle.set()
+    assert text.count("in deep") == 151
+    short = stacks.excerpt(text)
+    assert len(short.encode()) <= 4096
+    assert "in all_stacks" in short.splitlines()[-2]
+    assert short.count("in deep") >= 5
+    assert "Thread jaxft-read-0" in short  # It may be what the loop waits for.
+    assert stacks.excerpt("a\nb", max_bytes=3) == "a\nb"
