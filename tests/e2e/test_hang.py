@@ -1,4 +1,4 @@
-"""Whatever hangs, and however: it is named, ended, and the run ends with the same bits."""
+"""Whatever hangs, and however: named, ended, and the run ends with the same bits."""
 
 import json
 import os
