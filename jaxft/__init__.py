@@ -18,6 +18,7 @@ _HOMES = {
     "ConfigError": "jaxft.settings",
     "EventLog": "jaxft.events",
     "ExitCode": "jaxft.records",
+    "Experience": "jaxft.intervals",
     "Fault": "jaxft.records",
     "FaultError": "jaxft.records",
     "Mirror": "jaxft.checkpoint.mirror",

@@ -133,7 +133,7 @@ def plan_secs(cost: SaveCost, mtbf_secs: Number) -> Number:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experience:
-    """What is known before a run measures anything itself.
+    """What is known of failures and saves before a run measures anything itself.
 
     Attributes:
         expected_hours: between failures, positive; a guess, see `failure_rate`.

@@ -85,7 +85,7 @@ class CheckpointManager:
         mirror: a folder or address of a second copy of all steps, made in the
             background; a root that has no good step is filled from it.
         mirror_rate: most bytes a second that go there, e.g. `50MB`; empty for all.
-        experience: of failures, for `auto`; by default one a day is expected.
+        experience: for `auto`, an `Experience`; by default a failure a day is expected.
         emit: told of everything; the default logs what nothing is raised about.
         clock: seconds since the epoch, for the run record.
         timer: seconds that never go back, for the save policy.

@@ -26,6 +26,7 @@ from jaxft.goodput.failure_times import draw_failures
 from jaxft.goodput.simulator import Costs, Outcome, SavePlan
 from jaxft.intervals import Experience, SaveCost
 from jaxft.records import ExitCode
+from jaxft.recovery import workdir as workdirs
 
 _SAVES = ("auto", "secs(60)", "secs(600)", "secs(3600)")
 _SHARES = (0.05, 0.5, 0.95)
@@ -103,10 +104,12 @@ def _known(options: Any) -> tuple[Costs, float]:
     """Costs, and the mean time between failures of one host, in seconds."""
     measured = Measured(experience=Experience())
     if options.workdir is not None:
+        workdir = places.workdir_at(options.workdir)
         measured = read_experience(
-            places.workdir_at(options.workdir) / "events",
+            workdir / "events",
             expected_hours=options.expected_hours or Experience.expected_hours,
             now_secs=time.time(),
+            is_running=workdirs.is_in_use(workdir),
         )
     seen = measured.experience
     cost = seen.cost or SaveCost(blocking_secs=math.nan)

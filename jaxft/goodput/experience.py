@@ -75,6 +75,7 @@ def read_experience(
     expected_hours: float,
     now_secs: float,
     own_pid: int = -1,
+    is_running: bool = False,
 ) -> Measured:
     """Reads the `events` folder of a workdir; an empty or missing one is fine.
 
@@ -83,14 +84,18 @@ def read_experience(
         expected_hours: between failures, as somebody guessed.
         now_secs: since the epoch.
         own_pid: of the worker that asks: what has not ended there is no failure.
+        is_running: neither is it in the newest file, as the command runs now.
     """
     files = _files(pathlib.Path(folder))
     num_failures, seen_secs, exits = 0, 0.0, []
     for path in files[_SUPERVISE]:
         events = _read(path)
         exits += [event["time"] for event in events if event["kind"] == "worker_exit"]
+        pids = [event["worker_pid"] for event in events if event["kind"] == "launch"]
+        is_alive = own_pid in pids[-1:]
+        is_alive |= is_running and path == files[_SUPERVISE][0]
         num, secs = _life_of_supervisor(
-            events, workers=files[_WORK], now_secs=now_secs, own_pid=own_pid
+            events, workers=files[_WORK], now_secs=now_secs, is_alive=is_alive
         )
         num_failures, seen_secs = num_failures + num, seen_secs + secs
     for path in files[_NOTEBOOK]:
@@ -174,7 +179,7 @@ def _life_of_supervisor(
     *,
     workers: Sequence[pathlib.Path],
     now_secs: float,
-    own_pid: int,
+    is_alive: bool,
 ) -> tuple[int, float]:
     """Failures and seconds of one start of the command."""
     launches = [event for event in events if event["kind"] == "launch"]
@@ -187,13 +192,13 @@ def _life_of_supervisor(
         elif event["kind"] == "decision":
             num_failures += _is_failure(event["cause"], step=step)
     until = events[-1]["time"]
-    last = launches[-1]["worker_pid"]
     if not any(event["kind"] == "supervisor_end" for event in events):
-        if last == own_pid:
+        if is_alive:
             until = now_secs
         else:
             # It went down with its host: its worker wrote until then.
             num_failures += 1
+            last = launches[-1]["worker_pid"]
             names = [path for path in workers if path.stem.endswith(f"-{last}")]
             until = max([until, *(_mtime(path) for path in names)])
     return num_failures, max(0.0, until - launches[0]["time"])

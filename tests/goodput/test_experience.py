@@ -148,6 +148,7 @@ def test_a_command_without_an_end_went_down_with_its_host(history):
     own = history.read(own_pid=77)
     assert own.experience.num_failures == 0
     assert own.experience.secs == pytest.approx(50.0, abs=0.01)
+    assert history.read(is_running=True) == own
     assert history.read(own_pid=78).experience.num_failures == 1
     # Its worker wrote for longer than itself.
     path = history.folder / "host-name-work-1-77.jsonl"
