@@ -32,6 +32,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import pairs
 from absl import app, flags, logging
 
 from jaxft.checkpoint import layout, leaves, manifest, orbax_io, run_record, step_files
@@ -235,16 +236,6 @@ def run(state: State, *, num_pairs: int, seed: int = 0) -> dict[str, list[Figure
     return found
 
 
-def summarise_ratio(
-    secs: np.ndarray, base: np.ndarray, *, seed: int = 0
-) -> tuple[float, float, float]:
-    """Median of the paired ratios, and its 95 % bootstrap interval."""
-    ratios = secs / base
-    draws = np.random.default_rng(seed).integers(len(ratios), size=(2000, len(ratios)))
-    low, high = np.quantile(np.median(ratios[draws], axis=1), [0.025, 0.975])
-    return float(np.median(ratios)), float(low), float(high)
-
-
 def print_table(found: dict[str, list[Figures]]) -> None:
     """One row a ratio: medians of both, ratio, interval."""
     print(f"{'what':<28}{'':>9}{'base':>9}{'ratio':>8}   95 % interval")
@@ -254,7 +245,7 @@ def print_table(found: dict[str, list[Figures]]) -> None:
     for name, base, field in rows:
         ours = np.array([figures[field] for figures in found[name]])
         theirs = np.array([figures[field] for figures in found[base]])
-        ratio, low, high = summarise_ratio(ours, np.maximum(theirs, 1e-3))
+        ratio, low, high = pairs.ratio(ours, np.maximum(theirs, 1e-3))
         label = f"{field}: {name} / {base}"
         print(
             f"{label:<28}{np.median(ours):>9.3f}{np.median(theirs):>9.3f}"

@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pairs
 from absl import app, flags, logging
 
 from jaxft.checkpoint.manager import CheckpointManager
@@ -104,8 +105,8 @@ def main(_: list[str]) -> None:
     print(f"linking: median {np.median(ours[:, 0]):.3f} s", end=", ")
     print(f"writes median {np.median(ours[:, 1]):.3f}, mean {np.mean(ours[:, 1]):.3f}")
     print(f"full:    median {np.median(theirs[:, 0]):.3f} s")
-    ratio = np.median(ours[:, 0]) / np.median(theirs[:, 0])
-    print(f"time ratio of medians {ratio:.3f}")
+    ratio, low, high = pairs.ratio(ours[:, 0], theirs[:, 0])
+    print(f"time, linking / full: {ratio:.3f}, 95 % interval {low:.3f} to {high:.3f}")
     shutil.rmtree(_FOLDER.value, ignore_errors=True)
 
 

@@ -27,6 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+import pairs
 from absl import app, flags, logging
 
 from jaxft import config as configs
@@ -167,11 +168,9 @@ def measure(contestants: dict[str, Any], *, num_steps: int) -> dict[str, np.ndar
 
 
 def print_ratio(name: str, secs: np.ndarray, base: np.ndarray) -> None:
-    """Median of the paired ratios, and its 95 % bootstrap interval."""
-    ratios = secs / base
-    draws = np.random.default_rng(0).integers(len(ratios), size=(2000, len(ratios)))
-    low, high = np.quantile(np.median(ratios[draws], axis=1), [0.025, 0.975])
-    print(f"{name}: {np.median(ratios):.4f}, 95 % interval {low:.4f} to {high:.4f}")
+    """One line."""
+    ratio, low, high = pairs.ratio(secs, base)
+    print(f"{name}: {ratio:.4f}, 95 % interval {low:.4f} to {high:.4f}")
 
 
 def main(_: list[str]) -> None:

@@ -29,6 +29,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pairs
 from absl import app, flags
 
 _NUM_PAIRS = flags.DEFINE_integer("num_pairs", 7, "kills of each contestant")
@@ -298,7 +299,6 @@ def naive(workdir: pathlib.Path) -> None:
 
 
 def _table(found: dict[str, list[dict[str, float]]]) -> None:
-    rng = np.random.default_rng(0)
     totals = {
         name: np.array([one["total"] for one in rows]) for name, rows in found.items()
     }
@@ -311,10 +311,8 @@ def _table(found: dict[str, list[dict[str, float]]]) -> None:
     for name in ("naive", "naive, no cache"):
         print(f"{name:<18}total {np.median(totals[name]):.2f}")
     for name in ("alone", "naive", "naive, no cache"):
-        ratios = totals["jaxft"] / totals[name]
-        draws = rng.integers(len(ratios), size=(2000, len(ratios)))
-        low, high = np.quantile(np.median(ratios[draws], axis=1), [0.025, 0.975])
-        print(f"jaxft / {name}: {np.median(ratios):.3f}, {low:.3f} to {high:.3f}")
+        ratio, low, high = pairs.ratio(totals["jaxft"], totals[name])
+        print(f"jaxft / {name}: {ratio:.3f}, {low:.3f} to {high:.3f}")
 
 
 def main(_: list[str]) -> None:

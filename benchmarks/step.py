@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+import pairs
 
 from jaxft.config import (
     LossConfig,
@@ -120,16 +121,6 @@ def time_rounds(
     return secs
 
 
-def summarise_ratio(
-    secs: np.ndarray, base: np.ndarray, *, seed: int = 0
-) -> tuple[float, float, float]:
-    """Median of the paired ratios, and its 95 % bootstrap interval."""
-    ratios = secs / base
-    draws = np.random.default_rng(seed).integers(len(ratios), size=(2000, len(ratios)))
-    low, high = np.quantile(np.median(ratios[draws], axis=1), [0.025, 0.975])
-    return float(np.median(ratios)), float(low), float(high)
-
-
 def run(args: argparse.Namespace) -> dict[str, tuple[float, float, float]]:
     """Builds the contestants, times them and returns the two ratios."""
     config = ModelConfig(
@@ -162,8 +153,8 @@ def run(args: argparse.Namespace) -> dict[str, tuple[float, float, float]]:
     )
     print(f"hand-written step: {1e3 * np.median(secs['hand']):.2f} ms (median)")
     return {
-        "built / hand": summarise_ratio(secs["built"], secs["hand"]),
-        "hand / hand": summarise_ratio(secs["again"], secs["hand"]),
+        "built / hand": pairs.ratio(secs["built"], secs["hand"]),
+        "hand / hand": pairs.ratio(secs["again"], secs["hand"]),
     }
 
 
