@@ -22,6 +22,7 @@ from jaxft.records import FaultKind
 
 # Characters of evidence.
 _MAX_EVIDENCE = 240
+_ASKED = "asked to stop"
 # Faults of a plan that nobody notices by themselves.
 _SILENT = ("slow_disk", "bitflip")
 
@@ -164,14 +165,16 @@ class Incidents:
         self._step = max(self._step, int(event["step"]))
 
     def _take_end(self, event: Event, at_secs: float, off_secs: float) -> None:
-        self._end = str(event["reason"])
+        asked, self._end = self._end, str(event["reason"])
+        if self._end == "stopped" and asked.startswith(_ASKED):
+            self._end += asked.removeprefix(_ASKED)
         self._step = max(self._step, int(event["step"]))
         if self._end == "finished" and self._open is not None:
             self._close(self._open, at=at_secs, off_secs=off_secs)
 
     def _take_stop_request(self, event: Event, at_secs: float, off_secs: float) -> None:
         del at_secs, off_secs
-        self._end = self._end or f"asked to stop by {event['reason']}"
+        self._end = self._end or f"{_ASKED} by {event['reason']}"
 
     def _take_decision(self, event: Event, at_secs: float, off_secs: float) -> None:
         """The supervisor knows better than the last words alone."""

@@ -109,6 +109,7 @@ def test_a_worker_without_a_supervisor_speaks_for_itself(story: Any) -> None:
     told.say("stop_request", reason="notebook").say("end", step=10, reason="stopped")
     (row,) = rows(told)
     assert (row["kind"], row["is_over"]) == ("stopped", False)
+    assert row["evidence"] == "stopped by notebook"
     told.wait(30.0).begin(restored=10).steps(11, 11, 1.0)
     told.say("end", step=11, reason="finished")
     (row,) = rows(told)
