@@ -14,6 +14,7 @@ import contextlib
 import os
 import pathlib
 import pickle
+import shlex
 import signal
 import sys
 import time
@@ -45,10 +46,11 @@ from jaxft import config as configs
 from jaxft import settings
 from jaxft.command import USAGE, Command, parse
 from jaxft.config import ConfigError
-from jaxft.events import EventLog
+from jaxft.events import Event, EventLog, parse_line
 from jaxft.faults.exceptions import fault_of
 from jaxft.faults.preemption import StopRequests, interrupt, parse_signals
 from jaxft.faults.watchdog import PhaseBoard, Tell, Watchdog
+from jaxft.goodput.account import Account
 from jaxft.limits import LearntTimes, TimeLimits, read_learnt, write_learnt
 from jaxft.metrics import writers
 from jaxft.metrics.report import Summary
@@ -132,7 +134,16 @@ def supervise(command: Command, *, launcher: Launcher) -> int:
         )
     started = time.time()
     config = command.config
-    summary = Summary()
+    summary, account = Summary(), Account()
+
+    def hear(event: Event) -> None:
+        summary.take(event)
+        account.hear(event)
+
+    def hear_own(line: str) -> None:
+        if (event := parse_line(line)) is not None:
+            hear(event)
+
     with (
         WorkdirLock.acquire(command.workdir) as lock,
         os.fdopen(os.memfd_create("jaxft-worker"), "wb", buffering=0) as memory,
@@ -147,7 +158,7 @@ def supervise(command: Command, *, launcher: Launcher) -> int:
             handed_over = f"{_HANDED_OVER}{memory.fileno()}"
             return [sys.executable, "-m", "jaxft.main", *words, handed_over]
 
-        log = EventLog(lock.workdir / "events", role="supervise", tee=summary.take_line)
+        log = EventLog(lock.workdir / "events", role="supervise", tee=hear_own)
         log("launcher", **launcher.event())
         outcome = Supervisor(
             make_argv,
@@ -157,7 +168,7 @@ def supervise(command: Command, *, launcher: Launcher) -> int:
             emit=log,
             lock=lock,
             more_fds=[memory.fileno()],
-            hear=summary.take,
+            hear=hear,
             tell=_say,
             limits=TimeLimits.of(config) if config.hang.enabled else None,
         ).run()
@@ -166,7 +177,9 @@ def supervise(command: Command, *, launcher: Launcher) -> int:
             return _refuse(_refusal(outcome), outcome.exit_code)
         _tell_evidence(outcome.fault)
         ending = _ending(outcome.fault, reason=outcome.reason, verdict=outcome.verdict)
-        _conclude(summary, log=log, workdir=lock.workdir, ending=ending)
+        _conclude(
+            summary, log=log, workdir=lock.workdir, ending=ending, account=account
+        )
     return outcome.exit_code
 
 
@@ -342,14 +355,31 @@ def _evidence(fault: Fault | None) -> str:
 
 
 def _conclude(
-    summary: Summary, *, log: EventLog, workdir: pathlib.Path, ending: str
+    summary: Summary,
+    *,
+    log: EventLog,
+    workdir: pathlib.Path,
+    ending: str,
+    account: Account | None = None,
 ) -> None:
     """Prints the summary; whatever happens here, the run has ended as it has."""
     try:
-        text = summary.text(workdir=workdir, reason=ending, history=log.problem)
+        text = summary.text(
+            workdir=workdir,
+            reason=ending,
+            history=log.problem,
+            goodput=_goodput(account, workdir) if account else "",
+        )
         writers.say(text, stream=sys.stdout)
     except (Exception, KeyboardInterrupt) as error:
         _say(f"{ending}; no summary: {error!r}")
+
+
+def _goodput(account: Account, workdir: pathlib.Path) -> str:
+    """What part of this command's time went into steps, and who knows the rest."""
+    share, secs = account.ledger.goodput, account.ledger.wall_secs
+    where = shlex.quote(str(workdir))
+    return f"{100 * share:.1f} % of {secs:.0f} s; python -m jaxft.cli report {where}"
 
 
 def _refuse(problem: str, code: int) -> int:

@@ -8,8 +8,10 @@ World: host-only. Floor: goodput, its highest. Read `jaxft/goodput/ledger.py`,
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pathlib
+import time
 from collections.abc import Iterable
 
 from jaxft.events import Event
@@ -64,12 +66,19 @@ class Account:
         self.num_events += 1
         self.num_launches += turn.border is Border.BEGIN
         self.ledger.take(event, at_secs=at_secs, turn=turn)
-        off_secs = self.ledger.off_secs
-        self.incidents.take(event, at_secs=at_secs, off_secs=off_secs, turn=turn)
-        self.costs.take(event, at_secs=at_secs, turn=turn)
+        if self.num_launches:  # Else the run has not begun.
+            off_secs = self.ledger.off_secs
+            self.incidents.take(event, at_secs=at_secs, off_secs=off_secs, turn=turn)
+            self.costs.take(event, at_secs=at_secs, turn=turn)
         with contextlib.suppress(*MALFORMED):
             self._take_place(event)
             self._take_ending(event, turn)
+
+    def hear(self, event: Event) -> None:
+        """Takes in an event as it happens, on the clock that is never set back."""
+        mono = event.get("mono")
+        is_known = isinstance(mono, float) and math.isfinite(mono)
+        self.take(event, at_secs=mono if is_known else time.monotonic())
 
     def go_on_until(self, at_secs: float) -> None:
         """The run is still going on, at this time."""

@@ -96,13 +96,21 @@ class Summary:
         pace = self._known_pace()
         return pace.data_secs / pace.secs if pace.secs > 0 else 0.0
 
-    def text(self, *, workdir: pathlib.Path, reason: str, history: str = "") -> str:
+    def text(
+        self,
+        *,
+        workdir: pathlib.Path,
+        reason: str,
+        history: str = "",
+        goodput: str = "",
+    ) -> str:
         """What a person reads at the end: a few lines, `name  value`.
 
         Args:
             workdir: the run's folder.
             reason: how the run ended, in a few words.
             history: what is missing from the events; empty for nothing.
+            goodput: what part of the time went into steps; empty for no such row.
         """
         rows = [("run", reason)]
         if self.step >= 0:
@@ -120,6 +128,8 @@ class Summary:
             items = f"{rate * per_step:,.0f} {unit}/s"
             waiting = f"{100 * self.input_share:.1f} % waiting for input"
             rows.append(("throughput", f"{rate:.2f} steps/s, {items}, {waiting}"))
+        if goodput:
+            rows.append(("goodput", goodput))
         lost = f"{self.num_restarts}, {self.lost_secs:.1f} s lost to them"
         rows.append(("restarts", lost))
         if self.num_rollbacks:

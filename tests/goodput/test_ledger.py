@@ -91,6 +91,16 @@ def test_a_suspended_run_is_down(story: Any) -> None:
     assert "unknown" not in told.secs()
 
 
+def test_what_is_heard_goes_by_the_clock_that_is_never_set_back(story: Any) -> None:
+    told, account = whole(story()), Account()
+    for number, (at_secs, event) in enumerate(told.events):
+        account.hear(event | {"mono": at_secs, "time": 1e9 - 1e6 * number})
+    assert account.ledger.secs() == told.account().ledger.secs()
+    account.hear({"kind": "preflight_done", "mono": float("nan")})
+    account.hear({"kind": "preflight_done"})
+    check(account)
+
+
 def test_time_between_commands_is_told_apart(story: Any) -> None:
     told = whole(story()).watch("supervisor_end", exit_code=0, reason="finished")
     told.wait(3600.0)

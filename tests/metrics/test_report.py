@@ -127,6 +127,14 @@ def test_a_loss_is_that_of_the_step_that_is_told() -> None:
     assert "3 of 9" in text_of([*begin, event("end", 3.0, step=-1, reason="stopped")])
 
 
+def test_what_somebody_else_knows_of_the_time_has_a_row() -> None:
+    text = summarize(KILLED).text(
+        workdir=pathlib.Path("/w"), reason="ended", goodput="42.0 % of 9 s"
+    )
+    (row,) = [line for line in text.splitlines() if line.startswith("goodput ")]
+    assert row.split("  ")[-1] == "42.0 % of 9 s"
+
+
 def test_after_a_restart_the_step_is_where_the_run_is_now() -> None:
     text = text_of([*KILLED[:-4], event("restore", 13.0, step=2), step(14.0, 3)])
     assert "3 of 6" in text
