@@ -8,7 +8,8 @@ The main thread declares what it begins (`PhaseBoard.enter`) and what it has fin
 a second: what counts is that the board moves, not that the process is alive. Time in
 which the thread itself could not run counts for nothing: then the process was stopped
 or a debugger held it, or somebody holds the interpreter lock, and whether that is a
-hang only the supervisor can tell.
+hang only the supervisor can tell. Clocks are monotonic ones, which stand still while
+the machine is suspended.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ class PhaseBoard:
     Attributes:
         ident: of the main thread.
         phase: what was begun last.
+        instead: what the watchdog found that it is at in truth, until something is
+            begun or finished; None for nothing else.
         step: finished step attempts, as far as they were told; -1 for none.
         serial: differs whenever something was begun or finished.
         on_change: called when a phase begins or ends that does not come and go with
@@ -71,6 +74,7 @@ class PhaseBoard:
     def __init__(self, *, clock: Callable[[], float] = time.monotonic):
         self.ident = threading.get_ident()
         self.phase = Phase.START
+        self.instead: Phase | None = None
         self.step = -1
         self.serial = 0
         self.on_change: Callable[[], None] = lambda: None
@@ -111,13 +115,15 @@ class PhaseBoard:
         """What goes on is measured from now; for the watchdog."""
         self._since = self._clock()
 
-    def forgive(self, phase: Phase | None = None) -> None:
-        """What goes on begins now, as `phase`; for the watchdog."""
+    def forgive(self, instead: Phase | None = None) -> None:
+        """What goes on begins now, as `instead`; for the watchdog."""
         self.restart_clock()
-        self.phase = phase or self.phase
+        self.instead = instead
         self.serial += 1
 
     def _note(self, phase: Phase) -> None:
+        if self.instead is not None:
+            phase, self.instead = self.instead, None
         now = self._clock()
         num, longest = self._took.get(phase, (0, 0.0))
         secs = now - self._since
@@ -236,18 +242,18 @@ class Watchdog:
             self._seen, self._silent_secs = serial, 0.0
         else:
             self._silent_secs += gap_secs
-            limit_secs = self._limits.limit_secs(board.phase, self._learnt)
+            phase = board.instead or board.phase
+            limit_secs = self._limits.limit_secs(phase, self._learnt)
             if self._silent_secs >= limit_secs and serial != self._reported:
-                self._judge(limit_secs)
+                self._judge(phase, limit_secs)
         self._tell_later()
 
-    def _judge(self, limit_secs: float) -> None:
+    def _judge(self, phase: Phase, limit_secs: float) -> None:
         """It is over its limit: a hang, unless something else explains it."""
         frames = stacks.frames_of(self.board.ident)
         if stacks.is_debugged(frames):
             self.board.forgive()
             return
-        phase = self.board.phase
         if phase is not Phase.COMPILE and stacks.is_compiling(frames):
             self.board.forgive(Phase.COMPILE)
             return
@@ -318,7 +324,7 @@ class Watchdog:
         """Within the thread: of what comes and goes with every step, by and by."""
         if self._tell is None or self.board.serial == self._told:
             return
-        phase = self.board.phase
+        phase = self.board.instead or self.board.phase
         if phase is Phase.DATA and self._silent_secs == 0.0:
             phase = Phase.STEP  # Caught in passing; what waits for input is seen again.
             if self._tell_as(self.board.serial, phase):

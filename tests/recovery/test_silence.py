@@ -247,7 +247,38 @@ def test_a_hang_while_a_stop_is_asked_for_is_a_stop(make_run):
     assert "left on the last committed step 40" in outcome.reason
 
 
-def test_a_process_in_a_debugger_says_so():
+# A child that traces the worker for a while, as gdb and strace do.
+TRACED = """
+import ctypes, subprocess
+emit("preflight_done")
+libc = "import ctypes, sys, time; libc = ctypes.CDLL(None, use_errno=True); "
+seize = "print(libc.ptrace(0x4206, int(sys.argv[1]), None, None), flush=True); "
+ctypes.CDLL(None).prctl(0x59616D61, -1, 0, 0, 0)  # Where only parents may trace.
+beat(1)
+child = subprocess.Popen(
+    [sys.executable, "-S", "-c", libc + seize + "time.sleep(3)", str(os.getpid())],
+    stdout=subprocess.PIPE,
+)
+beat(2)
+if child.stdout.readline() != b"0\\n":
+    fault("config", 78, evidence="may not trace")
+beat(3)
+child.wait()
+finish(9)
+"""
+
+
+@pytest.mark.usefixtures("nothing_leaks")
+def test_a_worker_that_a_person_debugs_is_left_alone(make_run):
+    run = make_run(TRACED, limits=QUICK)
+    outcome = run.run()
+    if "may not trace" in outcome.reason:
+        pytest.skip("this machine lets no process trace another")
+    assert (outcome.exit_code, outcome.num_restarts) == (ExitCode.FINISHED, 0)
+    assert not run.events("hang")
+
+
+def test_what_the_kernel_says_of_a_process():
     assert not silence.process_state(os.getpid()).is_traced
     assert silence.process_state(os.getpid()).letter in "RS"
     assert silence.process_state(2**22 + 1).words == ""
