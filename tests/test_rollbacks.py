@@ -1,5 +1,6 @@
 """Bad steps are undone in the running process, and their batches left out for good."""
 
+import gc
 import os
 import pathlib
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import jaxft
+from jaxft import rollbacks
 from jaxft.checkpoint import decisions, run_record
 from jaxft.config import Config, ConfigError, Corpus, Schedule
 from jaxft.events import read_events
@@ -76,6 +78,26 @@ def test_the_same_bits_as_without_the_batches_from_the_start(
     assert _bits(state) == _bits(straight)
     record = run_record.read_record(str(tmp_path / "straight/checkpoints/16"))
     assert record["data"]["skipped"] == [list(WINDOW)]
+
+
+@pytest.mark.slow
+def test_the_bad_state_is_gone_before_the_good_one_comes(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive = []
+    original = rollbacks.roll_back
+
+    def roll_back(*args: Any, **kwargs: Any) -> None:
+        gc.collect()
+        alive.append(sum(array.nbytes for array in jax.live_arrays()))
+        original(*args, **kwargs)
+
+    monkeypatch.setattr(rollbacks, "roll_back", roll_back)
+    before = sum(array.nbytes for array in jax.live_arrays())
+    state = jaxft.run(small(**BAD), workdir=tmp_path / "run")
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    assert len(alive) == 1
+    assert alive[0] - before < num_bytes / 4
 
 
 @pytest.mark.slow

@@ -119,6 +119,23 @@ def test_a_wrong_plan_is_one_line(command: Any) -> None:
 
 
 @pytest.mark.slow
+def test_hangs_end(command: Any, same: Any, reference: Any) -> None:
+    plan = "hang@20; hang_gil@50"
+    limits = {"hang__min_secs": 4, "hang__margin_secs": 3}
+    run = command("run", train__num_steps=NUM_STEPS, faults__inject=plan, **limits)
+    code, out, err = run.run(timeout_secs=300)
+    assert code == 0, (out, err)
+    assert fired(run) == ["hang", "hang_gil"]
+    causes = [e["cause"] for e in run.events("decision")]
+    # A machine with much else to do may see one more.
+    assert causes.count("hang") >= 2
+    stacks = " ".join(e["stacks"] for e in run.events("hang"))
+    assert "in hang" in stacks
+    assert "in hang_with_interpreter_lock" in stacks
+    same(run, reference, NUM_STEPS)
+
+
+@pytest.mark.slow
 def test_killed_between_the_decision_and_the_restore(command: Any) -> None:
     """The next start does what is left of a rollback."""
     bad = {
