@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import signal
 from typing import Any
 
 import pytest
@@ -52,6 +53,30 @@ def test_a_disk_that_stays_full_is_a_failed_save(
     code, out, err = run.run()
     assert code == 0, (out, err)
     assert f"resuming at step {newest}" in err
+
+
+@pytest.mark.timeout(300)
+def test_a_stop_on_a_full_disk_is_a_failed_save_and_not_a_clean_leave(
+    command: Any, undisturbed: Any, same: Any, small_disk: pathlib.Path
+) -> None:
+    run = command("run", train__num_steps=100_000, checkpoint__save="steps(200)")
+    process = run.start()
+    run.wait_for(lambda: run.events("save_commit"), timeout_secs=150)
+    ballast = _fill(small_disk)
+    os.kill(process.pid, signal.SIGTERM)
+    code, out, err = run.finish()
+    assert code == 74, (out, err)
+    assert "disk full; free space under" in err
+    newest = _newest(small_disk / "checkpoints")
+    assert newest % 200 == 0
+    assert f"newest {newest}" in out
+    assert "restarting" not in err
+    ballast.unlink()
+    num_steps = max(run.losses()) + 20
+    run.settings["train.num_steps"] = num_steps
+    code, out, err = run.run()
+    assert code == 0, (out, err)
+    same(run, undisturbed(train__num_steps=num_steps), num_steps)
 
 
 def test_a_disk_that_is_full_for_a_while_is_told(

@@ -237,6 +237,9 @@ def test_a_stop_in_each_phase(
     code, out, err = run.run()
     assert code == 0, (out, err)
     same(run, reference, num_steps)
+    # Over two epochs and all stops: each step was done once, and none was left out.
+    done = [(e["first_step"], e["step"]) for e in run.events("step")]
+    assert sorted(done) == [(step, step) for step in range(1, num_steps + 1)]
 
 
 def _newest(run: Any) -> int:
