@@ -179,12 +179,13 @@ PHASES = {
         checkpoint__save="steps(5)",
         faults__inject="slow_disk@0-100000:1MBps",
     ),
-    # A state of 5 MB, at the smallest rate there is.
+    # Steps of 17 MB at the smallest rate there is, and a grace time that is no help.
     "mirror": Phase(
         phase_is("mirror"),
         last_phase_was("mirror"),
         checkpoint__mirror_rate="1MiB",
-        model__width=128,
+        model__width=256,
+        preemption__grace_secs=2.0,
     ),
 }
 PHASE_CASES = [
