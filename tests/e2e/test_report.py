@@ -109,6 +109,7 @@ def test_a_broken_run_is_accounted_for(
 
 # What each fault of the plan must be told as, in this order.
 PLAN = {
+    "nan_grad@25-27": "rollback",
     "kill@40": "killed",
     "raise@80": "exception",
     "hang@120": "hang",
@@ -126,6 +127,7 @@ def test_each_kind_of_fault_has_its_own_cause(command: Any) -> None:
     run = command(
         "run",
         train__num_steps=300,
+        train__max_nonfinite=3,
         faults__inject="; ".join(PLAN),
         **limits,
     )
