@@ -111,25 +111,20 @@ def _productive_share(found: Outcome, costs: Costs, *, secs: float) -> np.ndarra
 
 def predict(
     plan: SavePlan, costs: Costs, *, kills: list[float], secs: float, mean_secs: float
-) -> tuple[float, np.ndarray]:
-    """Goodput for these kills, and for 200 random runs.
+) -> tuple[Outcome, float, np.ndarray]:
+    """What comes of these kills, the goodput of that, and those of 200 random runs.
 
     A simulated run begins with a restart, the measured one with its first step.
     """
     horizon_secs = secs + costs.restart_secs
     own = np.array([[*(costs.restart_secs + kill for kill in kills), np.inf]])
     drawn = draw_failures(host_mtbf_secs=mean_secs, horizon_secs=horizon_secs)
-    shares = [
-        _productive_share(
-            simulator.simulate(
-                plan, costs, failures=failures, horizon_secs=horizon_secs
-            ),
-            costs,
-            secs=secs,
-        )
-        for failures in (own, drawn)
+    found = [
+        simulator.simulate(plan, costs, failures=times, horizon_secs=horizon_secs)
+        for times in (own, drawn)
     ]
-    return float(shares[0][0]), shares[1]
+    shares = [_productive_share(one, costs, secs=secs) for one in found]
+    return found[0], float(shares[0][0]), shares[1]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -139,11 +134,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--mean-secs", type=float, default=30.0)
     parser.add_argument("--save", default="auto", help="auto or a number of seconds")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workdir", type=pathlib.Path, help="to keep the run; new")
     options = parser.parse_args(argv)
     is_auto = options.save == "auto"
     save = "auto" if is_auto else f"secs({options.save})"
     with tempfile.TemporaryDirectory(prefix="jaxft-goodput-") as scratch:
-        workdir = pathlib.Path(scratch) / "run"
+        workdir = options.workdir or pathlib.Path(scratch) / "run"
         command = start(workdir, save=save, expected_secs=options.mean_secs)
         try:
             begun_secs = _first_step_secs(workdir, command)
@@ -177,7 +173,7 @@ def main(argv: list[str] | None = None) -> None:
     plan: SavePlan = AutoSecs(options.mean_secs, cost)
     if not is_auto:
         plan = EverySecs(float(options.save))
-    own, drawn = predict(
+    found, own, drawn = predict(
         plan, costs, kills=kills, secs=secs, mean_secs=options.mean_secs
     )
     real = ledger.secs()[Cause.STEP] / secs
@@ -189,6 +185,13 @@ def main(argv: list[str] | None = None) -> None:
     for cause, spent in ledger.secs().items():
         if spent:
             print(f"  {cause}: {spent:.1f} s")
+    spent = {
+        "restarts": found.restart_secs[0] - costs.restart_secs,
+        "lost steps": found.lost_secs[0],
+        "saves": found.save_secs[0],
+    }
+    told = ", ".join(f"{name} {value:.1f} s" for name, value in spent.items())
+    print(f"predicted: {told}")
     low, middle, high = np.quantile(drawn, (0.05, 0.5, 0.95))
     print(f"goodput {real:.4f}, predicted {own:.4f}: off by {own / real - 1:+.2%}")
     print(f"of random kills {low:.4f} to {high:.4f}, median {middle:.4f}")
