@@ -240,9 +240,9 @@ class Ledger:
     def _take_restore(self, event: Event) -> None:
         self._carve(Cause.RESTORE, event["secs"])
         num_kept = (step := int(event["step"])) - self.top_step
-        if num_kept > 0 and self._lost:
-            num_done = max(num_kept, self._last_seen - self.top_step)
-            kept = self._lost * num_kept // num_done
+        # Else it comes from a history that is not here.
+        if num_kept > 0 and step <= self._last_seen:
+            kept = self._lost * num_kept // (self._last_seen - self.top_step)
             self._booked[Cause.REPEATED] -= kept
             self._booked[Cause.STEP] += kept
             self.num_steps += num_kept

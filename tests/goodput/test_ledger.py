@@ -82,6 +82,13 @@ def test_steps_that_were_saved_are_not_repeated(story: Any) -> None:
     assert (ledger.num_steps, ledger.num_repeated) == (20, 0)
 
 
+def test_steps_of_a_history_that_is_not_here_are_not_counted(story: Any) -> None:
+    told = story().launch(0).begin().exit(-9, 1.0)
+    told.launch(1).begin(restored=1000).steps(1001, 1002, 1.0)
+    assert told.account().ledger.num_steps == 2
+    assert told.secs()["productive_step"] == 1.0
+
+
 def test_a_suspended_run_is_down(story: Any) -> None:
     told = story().launch(0).begin().steps(1, 10, 10.0).wait(1.0)
     told.watch("suspended", 100.0, secs=100.0).steps(11, 12, 1.0)
