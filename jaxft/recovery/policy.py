@@ -217,10 +217,12 @@ def _give_up(history: Sequence[WorkerExit], gains: Sequence[int]) -> Action:
         f"no restart left: {len(history)} workers died, "
         f"{sum(gain == 0 for gain in gains)} of them without progress"
     )
-    summary, count = collections.Counter(w.summary for w in history).most_common(1)[0]
+    texts = {_without_secs(worker.summary): worker.summary for worker in history}
+    counts = collections.Counter(_without_secs(worker.summary) for worker in history)
+    cause, count = counts.most_common(1)[0]
     reason = (
         f"{verdict}, the last at step {history[-1].last_step}; "
-        f"the cause {count} times: {summary}"
+        f"the cause {count} times: {texts[cause]}"
     )
     stop = _stop(history[-1], verdict=verdict, budget_left=0)
     return dataclasses.replace(stop, reason=reason)
@@ -258,6 +260,11 @@ def _no_save_works(history: Sequence[WorkerExit]) -> bool:
         return False
     before = max(worker.committed_step for worker in history[:-1])
     return history[-1].committed_step <= before
+
+
+def _without_secs(text: str) -> str:
+    """Two hangs at one place are one cause, however long each of them took."""
+    return re.sub(r"\d+\.\d+ s\b", "s", text)
 
 
 def _without_addresses(text: str) -> str:

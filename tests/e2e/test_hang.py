@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import signal
 import time
 from typing import Any
@@ -176,9 +177,12 @@ def test_hangs_without_end_end_the_run_with_their_code(command: Any) -> None:
     assert "hung at step" in out
     assert "no restart left" in out
     assert "in hang" in err  # The stacks are told at the end.
-    limits = [event["limit_secs"] for event in hangs(run)]
-    # Each alarm may have been wrong: the next worker has more time.
-    assert limits == [2.0, 4.0, 8.0]
+    limits = [(event["phase"], event["limit_secs"]) for event in hangs(run)]
+    # The first steps of a worker have more time than later ones, and as each alarm may
+    # have been wrong, the next worker has twice as much.
+    assert limits == [("step", 2.0), ("first_step", 10.0), ("first_step", 20.0)]
+    reason = run.events("supervisor_end")[0]["reason"]
+    assert re.search(r"the cause 2 times: no progress for 20\.\d s", reason)
 
 
 def test_a_worker_alone_ends_itself(command: Any) -> None:

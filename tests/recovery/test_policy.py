@@ -188,6 +188,23 @@ def test_progress_costs_one_and_no_progress_two():
     )
 
 
+def test_hangs_at_one_place_are_one_cause_and_end_with_their_code():
+    history = [
+        dataclasses.replace(
+            killed(step),
+            kind=FaultKind.HANG,
+            status=71,
+            evidence=f"stacks\nno progress for {step}.5 s in phase step, at a.py:7",
+        )
+        for step in (10, 20, 30, 40)
+    ]
+    for num in (1, 2, 3):
+        assert POLICY.decide(history[:num]).kind is ActionKind.RESTART
+    action = POLICY.decide([*history[:3], killed(30), history[3]])
+    assert (action.kind, action.exit_code) == (ActionKind.STOP, ExitCode.HUNG)
+    assert "the cause 4 times: no progress for 40.5 s in phase step" in action.reason
+
+
 def test_budget_of_one_is_one_restart_and_none_is_none():
     one = dataclasses.replace(POLICY, max_restarts=1)
     assert one.decide([killed()]).kind is ActionKind.RESTART
