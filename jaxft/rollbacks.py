@@ -43,7 +43,8 @@ def roll_back(parts: Parts, bad: BadStepsError, *, emit: Emit) -> None:
 
     Raises:
         FaultError: of the kind of the bad steps: there is nowhere to go on from, or
-            that was tried often enough. It says what was seen.
+            that was tried often enough. It says what was seen. Of kind SAVE_FAILED:
+            the disk does not take the decision.
     """
     kind, config = bad.fault.kind, parts.config.rollback
     first_batch = batch_index(bad.first_step - 1, parts.iterator.skipped)
@@ -81,12 +82,18 @@ def roll_back(parts: Parts, bad: BadStepsError, *, emit: Emit) -> None:
         if _can_be_restored(layout.step_path(parts.manager.root, answer.to)):
             break
         points = [one for one in points if one.step != answer.to]
-    parts.manager.rollback(
-        answer.to,
-        reason=f"{bad.fault.evidence}: {answer.reason}",
-        skip=answer.skip,
-        cause=str(kind),
-    )
+    try:
+        parts.manager.rollback(
+            answer.to,
+            reason=f"{bad.fault.evidence}: {answer.reason}",
+            skip=answer.skip,
+            cause=str(kind),
+        )
+    except OSError as error:
+        # As for a save: the disk is to blame, and the next start does what is left.
+        text = f"{bad.fault.evidence}; no rollback: {error}"
+        fault = Fault(kind=FaultKind.SAVE_FAILED, step=bad.last_step, evidence=text)
+        raise FaultError(fault) from error
 
 
 def _resume_points(parts: Parts, decided: decisions.Decisions) -> list[ResumePoint]:

@@ -81,6 +81,17 @@ def test_the_same_bits_as_without_the_batches_from_the_start(
 
 
 @pytest.mark.slow
+def test_a_disk_that_takes_no_decision_is_a_failed_save(tmp_path: pathlib.Path) -> None:
+    # A file where the folder of the decisions is to be.
+    root = tmp_path / "run" / "checkpoints"
+    root.mkdir(parents=True)
+    (root / "decisions").write_text("")
+    with pytest.raises(FaultError, match=r"in steps 10 to 12; .* no rollback: ") as bad:
+        jaxft.run(small(**BAD), workdir=tmp_path / "run")
+    assert bad.value.fault.exit_code == ExitCode.SAVE_FAILED
+
+
+@pytest.mark.slow
 def test_the_bad_state_is_gone_before_the_good_one_comes(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

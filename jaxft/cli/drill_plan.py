@@ -88,8 +88,9 @@ def plan_drill(
         f"random(n={num_faults}, seed={seed}, kinds={'+'.join(given)}, "
         f"first={first}, last={num_steps - 2})"
     )
+    faults = parse_plan(plan, num_steps=num_steps, num_bad=num_bad)
     return DrillPlan(
-        faults=parse_plan(plan, num_steps=num_steps, num_bad=num_bad),
+        faults=_shifted(faults, config),
         refused=refused,
         # None of it changes numbers. There are as many faults as never in life, and
         # neither budget is meant for that.
@@ -100,6 +101,25 @@ def plan_drill(
             "log.event_secs": 0.0,  # Else the figures are coarse.
         },
     )
+
+
+def _shifted(
+    faults: Sequence[PlannedFault], config: Config
+) -> tuple[PlannedFault, ...]:
+    """Bad data by the numbers that its batches will have at these steps.
+
+    Each rollback leaves a window out, and all later steps get later batches; else the
+    bad ones would come nearer and nearer to the faults before them.
+    """
+    window = config.rollback.skip_before + config.rollback.skip_after + 1
+    shifted, shift = [], 0
+    for fault in faults:
+        if fault.kind in OF_BATCHES:
+            first, last = fault.first + shift, fault.last + shift
+            fault = dataclasses.replace(fault, first=first, last=last)
+            shift += window
+        shifted.append(fault)
+    return tuple(shifted)
 
 
 def _why_not(kind: Injected, config: Config, workdir: pathlib.Path) -> str:
