@@ -208,3 +208,43 @@ def test_the_batch_script_acts_by_code_and_state(
     asked = tmp_path / "asked"
     requeued = asked.exists() and asked.read_text() == "requeue 7\n"
     assert requeued == (code in GO_ON and state == "RUNNING"), done.stdout
+
+
+@pytest.mark.parametrize(
+    ("installer", "problem"),
+    [(None, "no apt-get to install it"), ("exit 100", "it cannot be installed; see")],
+)
+def test_where_no_slurm_can_be_had_it_is_said(
+    tmp_path: pathlib.Path, installer: str | None, problem: str
+) -> None:
+    """Only what the script itself needs is there, and an installer that fails."""
+    for name in ("bash", "mkdir", "sed"):
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
+    programs = {"id": "echo 0"} | ({"apt-get": installer} if installer else {})
+    for name, body in programs.items():
+        (tmp_path / name).write_text(f"#!{tmp_path}/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    done = subprocess.run(
+        [str(tmp_path / "bash"), str(LAUNCH / "slurm_local.sh"), "start", "slurm"],
+        cwd=tmp_path,
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == 69, done.stderr
+    assert problem in done.stderr
+    assert not (tmp_path / "slurm" / "slurm.conf").exists()
+
+
+def test_a_misuse_of_the_local_slurm_is_told() -> None:
+    done = subprocess.run(
+        [str(LAUNCH / "slurm_local.sh"), "start"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == 64
+    assert "slurm_local.sh start FOLDER" in done.stderr
