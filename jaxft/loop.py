@@ -411,6 +411,11 @@ class Loop:
                 break
         if (failure := self._parts.manager.error()) is not None:
             raise failure
+        if (committed := self._parts.manager.last_committed) != self.step:
+            left_on = f"left on the last committed step {committed}"
+            if committed is None:
+                left_on = "left before any step was committed"
+            self._progress.note(f"step {self.step}: {left_on}")
         return state, Ending.STOPPED
 
     def _plan_stop(self) -> StopAction:

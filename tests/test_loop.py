@@ -31,6 +31,7 @@ class Recorder:
         self.urgent = False
         self.in_flight: int | None = None
         self.left_secs = 5.0
+        self.notes: list[str] = []
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.finite = True
         self.draw_error: Exception | None = None
@@ -113,7 +114,8 @@ class Recorder:
     # the progress line
     def update(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def note(self, text: str) -> None: ...
+    def note(self, text: str) -> None:
+        self.notes.append(text)
 
     def loop(self, **kwargs: Any) -> Loop:
         return Loop(
@@ -297,6 +299,12 @@ def test_a_stop_does_what_fits_into_the_grace_time(
     assert [plan["action"] for plan in plans] == actions
     assert recorder.committed == committed
     assert plans[0]["in_flight"] == (-1 if flying is None else flying)
+    told = []
+    if 9 not in committed:
+        told = ["step 9: left before any step was committed"]
+    if committed == [5]:
+        told = ["step 9: left on the last committed step 5"]
+    assert recorder.notes == told
     assert plans[0]["save_secs"] == pytest.approx([secs, secs])
 
 

@@ -64,6 +64,7 @@ def test_a_first_save_that_overruns_is_abandoned(
     (failed,) = run.events("save_failed")
     assert "the time to stop was over" in failed["reason"]
     assert committed(run) == []
+    assert f"step {plan['step']}: left before any step was committed" in run.said
     go_on(run, undisturbed, same)
 
 
@@ -86,6 +87,7 @@ def test_a_save_that_is_known_not_to_fit_is_not_begun(
         assert secs < GRACE_SECS
     assert committed(run)[0] == first
     assert f"a stop leaves {GRACE_SECS} s" in run.said
+    assert f"left on the last committed step {committed(run)[-1]}" in run.said
     go_on(run, undisturbed, same)
 
 
