@@ -287,7 +287,7 @@ class HangConfig(Section):
     )
     min_secs: float = positive(60.0, "least limit of a step", numbers=False)
     first_secs: float = positive(
-        1800.0, "limit of what was never seen: a first compilation", numbers=False
+        1800.0, "limit of what was never seen: a compilation, a restore", numbers=False
     )
     margin_secs: float = positive(
         15.0, "the supervisor acts this much later than the worker", numbers=False
