@@ -141,6 +141,9 @@ class Experience:
         secs: for how long the run was looked at then.
         restart_secs: mean time from a failure until the work went on; 0.0 for unknown.
         cost: of a save; None for unknown.
+
+    Raises:
+        ValueError: the expected hours are none.
     """
 
     expected_hours: float = 24.0
@@ -148,3 +151,8 @@ class Experience:
     secs: float = 0.0
     restart_secs: float = 0.0
     cost: SaveCost | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.expected_hours < np.inf:
+            problem = f"must be a positive number, is {self.expected_hours!r}"
+            raise ValueError(f"expected_hours {problem}")

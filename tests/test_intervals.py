@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxft import intervals
-from jaxft.intervals import SaveCost
+from jaxft.intervals import Experience, SaveCost
 
 _times = st.floats(1e-3, 1e7)
 
@@ -86,3 +86,9 @@ def test_quiet_time_is_learnt_from_too():
     # And not before it means anything: an hour of an expected day.
     early = intervals.failure_rate(day, num_failures=0, secs=3600.0)
     assert early > 0.6 * rates[0]
+
+
+@pytest.mark.parametrize("hours", [0.0, -1.0, float("inf"), float("nan")])
+def test_no_time_between_failures_is_refused(hours):
+    with pytest.raises(ValueError, match="expected_hours must be a positive number"):
+        Experience(expected_hours=hours)
