@@ -111,7 +111,8 @@ class AutoInterval:
         self, cost: SaveCost, mtbf_secs: float, *, earlier: float, seen_secs: float
     ) -> list[tuple[str, dict[str, Any]]]:
         known, secs = self._known, self._secs
-        overhead = cost.lost_secs / (secs + cost.blocking_secs)
+        # Where a save costs nothing there is no period either.
+        overhead = cost.lost_secs / max(secs + cost.blocking_secs, 1e-9)
         goodput = intervals.goodput(
             secs - cost.slow_secs,
             cost_secs=cost.lost_secs,

@@ -164,10 +164,12 @@ def _read(path: pathlib.Path) -> list[Event]:
 
 def _is_whole(event: Event) -> bool:
     """Whether what is reckoned with are numbers: they may be text, as "nan" is."""
-    numbers = (event[name] for name in _RECKONED.get(event["kind"], ()))
     return all(
-        isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
-        for x in numbers
+        isinstance(value := event[name], int | float)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and (value >= 0 or name == "step")
+        for name in _RECKONED.get(event["kind"], ())
     )
 
 

@@ -153,6 +153,15 @@ def test_a_save_that_fails_stops_no_later_ones():
     assert len(loop.saves) >= 3
 
 
+def test_saves_that_cost_nothing_are_made_at_every_border():
+    loop = _Loop(known=Experience(cost=SaveCost(blocking_secs=0.0)), write=0.5)
+    loop._blocking = 0.0
+    loop.run(40)
+    assert loop.of("interval")[0]["secs"] == 0.0
+    assert loop.of("interval")[0]["overhead"] == 0.0
+    assert loop.saves[:3] == [0, 1, 2]
+
+
 def test_other_policies_are_left_alone():
     def emit(kind, /, **fields):
         raise AssertionError

@@ -192,8 +192,10 @@ def test_what_is_torn_or_strange_teaches_nothing(history):
     newest = sorted(history.folder.glob("*work*"))[-1]
     strange = {"kind": "step", "time": 1.0, "step": 3, "first_step": 1, "secs": "nan"}
     strange |= {"data_secs": 0, "metrics": {}, "num_skipped": 0}
+    negative = {"kind": "interval", "time": 1.0}
+    negative |= dict.fromkeys(events.KINDS["interval"], -1.0)
     with newest.open("a") as file:
-        file.write(json.dumps(strange) + "\n")
+        file.write(json.dumps(strange) + "\n" + json.dumps(negative) + "\n")
         file.write('{"kind": "save_start", "time": 1, "ste')
     (history.folder / "notes.jsonl").write_text("[]\n" * 10)
     (history.folder / "a-b-work-1.jsonl").mkdir()
