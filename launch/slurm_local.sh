@@ -4,13 +4,14 @@
 #   launch/slurm_local.sh start FOLDER    installs what is missing, starts it, waits
 #   launch/slurm_local.sh stop FOLDER     ends the three
 #
-# Everything lives below FOLDER, and runs as whoever calls it; then use it with
+# Everything lives below FOLDER, and runs as whoever calls it. Jobs of the partition
+# "urgent" preempt those of "all", which have a minute to leave. Use it with
 #   export SLURM_CONF=FOLDER/slurm.conf
 # Exit codes: 0 it answers; 69 it cannot be installed here; 70 it does not start.
 set -euo pipefail
 
 usage() {
-    sed -n '2,9s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,10s/^# \{0,1\}//p' "$0" >&2
     exit 64
 }
 
@@ -97,7 +98,10 @@ OverTimeLimit=0
 MinJobAge=3600
 SchedulerParameters=batch_sched_delay=1,sched_interval=2,bf_interval=2
 NodeName=$(hostname -s) NodeAddr=127.0.0.1 CPUs=$(nproc) State=UNKNOWN
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
 CONF
 }
 

@@ -178,7 +178,9 @@ def test_a_signal_ends_in_a_requeue_and_the_same_numbers(
     assert reference.run()[0] == 0
     run = make_run("run", num_steps=300)
     job = slurm.submit(run, "--time=10", env=slow_rows)
-    run.wait_for(lambda: [e for e in run.events("step") if e["step"] > 50])
+    run.wait_for(
+        lambda: [e for e in run.events("step") if e["step"] > 50], timeout_secs=150
+    )
     slurm.ask("scancel", f"--signal={name}", job)
     assert slurm.finish(job) == "COMPLETED", run.workdir.with_suffix(".out").read_text()
     assert slurm.field(job, "Restarts") == "1"
@@ -189,6 +191,33 @@ def test_a_signal_ends_in_a_requeue_and_the_same_numbers(
     assert 50 < first["step"] < last["step"] == 300
     counts = [event["num_requeues"] for event in run.events("launcher")]
     assert counts == [0, 1]
+    same(run, reference, 300)
+
+
+@pytest.mark.slow
+def test_preempted_by_a_job_that_is_more_urgent(
+    slurm: Slurm, make_run: Any, slow_rows: Any, same: Any
+) -> None:
+    """Slurm signals, and requeues by itself what has not left within a minute."""
+    reference = make_run("reference", num_steps=300)
+    assert reference.run()[0] == 0
+    run = make_run("run", num_steps=300)
+    job = slurm.submit(run, "--time=10", env=slow_rows)
+    run.wait_for(
+        lambda: [e for e in run.events("step") if e["step"] > 50], timeout_secs=150
+    )
+    urgent = slurm.ask(
+        *("sbatch", "--parsable", "--partition=urgent", "--exclusive"),
+        *("--output=/dev/null", "--wrap=sleep 2"),
+    )
+    slurm.jobs.append(urgent.strip())
+    assert slurm.finish(job) == "COMPLETED", run.workdir.with_suffix(".out").read_text()
+    assert slurm.state(urgent.strip()) == "COMPLETED"
+    assert slurm.field(job, "Restarts") == "1"
+    (stop,) = run.events("stop_request")
+    assert stop["reason"] == "SIGTERM"
+    first, last = run.events("save_commit")
+    assert 50 < first["step"] < last["step"] == 300
     same(run, reference, 300)
 
 
@@ -217,7 +246,9 @@ def test_scancel_is_the_end_until_somebody_submits_again(
 ) -> None:
     run = make_run("run", num_steps=300)
     job = slurm.submit(run, "--time=10", env=slow_rows)
-    run.wait_for(lambda: [e for e in run.events("step") if e["step"] > 50])
+    run.wait_for(
+        lambda: [e for e in run.events("step") if e["step"] > 50], timeout_secs=150
+    )
     slurm.ask("scancel", job)
     assert slurm.finish(job) == "CANCELLED"
     (commit,) = run.events("save_commit")
