@@ -77,7 +77,7 @@ def reference(command: Any) -> Any:
 @pytest.mark.parametrize(
     ("fault", "culprit", "seen_by"),
     [
-        ("hang@33", "in hang", "watchdog"),
+        pytest.param("hang@33", "in hang", "watchdog", marks=pytest.mark.slow),
         ("hang_gil@33", "in hang_with_interpreter_lock", "supervisor"),
     ],
 )
