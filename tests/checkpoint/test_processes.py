@@ -16,6 +16,7 @@ from jaxft.checkpoint.manager import CheckpointManager
 from jaxft.fingerprints import Fingerprint
 
 pytestmark = [pytest.mark.device, pytest.mark.timeout(120)]
+SLOW = pytest.mark.slow
 
 PROGRAM = """
 import sys
@@ -159,7 +160,12 @@ def run(run_two):
     return lines
 
 
-def test_both_save_one_checkpoint_and_no_policy_of_theirs_asks_a_clock(tmp_path, run):
+@pytest.mark.parametrize("service", ["true", pytest.param("false", marks=SLOW)])
+def test_both_save_one_checkpoint_and_no_policy_of_theirs_asks_a_clock(
+    tmp_path, run, monkeypatch, service
+):
+    """With JAX's preemption service and without: a save asks for none."""
+    monkeypatch.setenv("JAX_ENABLE_PREEMPTION_SERVICE", service)
     for index, lines in enumerate(run(PROGRAM, tmp_path / "root")):
         *refused, last = lines
         assert len(refused) == 2
