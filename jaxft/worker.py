@@ -158,6 +158,8 @@ class Worker:
         if self._injector is not None:
             self._injector.hear(kind)  # First: it may give the log its room back.
         self._log(kind, **fields)
+        if self._injector is not None:
+            self._injector.tell_late()
         self._notes.take(kind, fields)
         self._save_times.take(kind, fields)
         if kind == "mirror_commit" and self._board.phase is Phase.MIRROR:

@@ -74,6 +74,8 @@ class Injector:
         self._process = process
         self._doomed: PlannedFault | None = None
         self._is_full = False
+        self._late: list[tuple[PlannedFault, int, int]] = []
+        self._late_lock = threading.Lock()
         if any(f.kind is Injected.ENOSPC for f in plan):
             disk.check_scratch(self._folder, root)
         self._filler = self._folder / "filler"
@@ -98,8 +100,17 @@ class Injector:
         """A batch goes to the device for step `step`: tells if it is a bad one."""
         for fault in self._plan:
             if fault.kind in OF_BATCHES and fault.first <= batch_number <= fault.last:
+                with self._late_lock:
+                    self._late.append((fault, step, batch_number))
+        self.tell_late()
+
+    def tell_late(self) -> None:
+        """Tells of bad batches, as soon as the disk takes it; from any thread."""
+        with self._late_lock:
+            while self._late and not self._is_full:
+                fault, step, batch_number = self._late.pop(0)
                 self._tell(fault, step, batch=batch_number)
-                if not self._num_fired[fault.number] and not self._is_full:
+                if not self._num_fired[fault.number]:
                     self._mark(fault, step)
 
     def before_save(self, step: int) -> None:

@@ -94,6 +94,22 @@ def test_bad_data_is_told_whenever_it_is_drawn(tmp_path):
     assert os.listdir(tmp_path / "faults") == ["1.json"]
 
 
+def test_what_a_full_disk_does_not_take_is_told_later(tmp_path, mount_disk):
+    told = []
+    disk = mount_disk(tmp_path / "run", "2m")
+    injector = make(disk, "enospc@5; nan_grad@6-7", told=told)
+    injector.at_border(5, None)
+    injector.at_draw(6, 6)
+    injector.at_draw(7, 7)
+    injector.tell_late()
+    assert [fields["fault"] for _, fields in told] == ["enospc"]
+    injector.hear("save_failed")
+    injector.tell_late()
+    injector.tell_late()
+    assert [fields.get("batch") for _, fields in told] == [None, 6, 7]
+    assert sorted(os.listdir(disk / "faults")) == ["1.json", "2.json"]
+
+
 def test_what_needs_a_device_is_done_by_it(tmp_path):
     calls = []
 
