@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 
 from jaxft import config as configs
 from jaxft.cli.__main__ import main
+from jaxft.cli.drill import _problem
 from jaxft.cli.drill_plan import plan_drill
 from jaxft.config import Config, ConfigError
-from jaxft.faults.plan import OF_BATCHES
+from jaxft.faults.plan import OF_BATCHES, parse_plan
+from jaxft.goodput.incidents import Incident
 
 REPO = pathlib.Path(__file__).parents[2]
 HARMLESS = ("bitflip", "enospc", "spike")
@@ -110,6 +112,39 @@ def test_the_least_number_of_steps_is_enough(tmp_path):
     assert len(plan(config_of(least), num_faults=500).faults) == 500
     with pytest.raises(ConfigError):
         plan(config_of(round(0.95 * least)), num_faults=500)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "later", "codes", "problem"),
+    [
+        ("kill@7", "killed", [], [0], ""),
+        ("kill@7", "exception", [], [0], "taken for exception, not for killed"),
+        ("sigterm@7", "stopped", [], [75, 0], ""),
+        ("sigterm@7", "stopped", [], [0], "no start of the command left with 75"),
+        ("corrupt_newest@7", "killed", [], [0], "was not moved aside"),
+        ("corrupt_newest@7", "killed", [{"kind": "quarantine"}], [0], ""),
+        ("slow_disk@7-8:1MBps", "", [], [0], "step 7 was not saved"),
+        ("slow_disk@7-8:1MBps", "", [{"kind": "save_commit", "step": 7}], [0], ""),
+    ],
+)
+def test_what_counts_as_recovered(text, kind, later, codes, problem):
+    (fault,) = parse_plan(text, num_steps=100)
+    found = [Incident(kind=kind, at_secs=2.0, step=7, evidence="", is_over=True)]
+    events = [{"time": 3.0, **event} for event in later]
+    fired = {"time": 1.0, "step": 7}
+    told = _problem(fault, fired, found, events=events, codes=codes)
+    assert problem in told
+    assert bool(problem) == bool(told)
+
+
+@pytest.mark.parametrize("farthest", [6, 7])
+def test_one_that_was_overtaken_is_over_when_the_run_came_so_far(farthest):
+    (fault,) = parse_plan("nan_grad@5-7", num_steps=100)
+    found = [Incident(kind="rollback", at_secs=2.0, step=7, evidence="")]
+    events = [{"kind": "step", "time": 3.0, "step": farthest}]
+    fired = {"time": 1.0, "step": 7}
+    told = _problem(fault, fired, found, events=events, codes=[0])
+    assert told == ("" if farthest == 7 else "the run did not come as far again")
 
 
 def settings(tmp_path, *words):
