@@ -230,12 +230,11 @@ class Watchdog:
         """Looks once; the thread does so every `limits.tick_secs`."""
         now = self._clock()
         gap_secs, self._last_tick = now - self._last_tick, now
-        most_secs = self._tick_secs + _LATE_SECS
-        if gap_secs > most_secs:
+        if gap_secs > self._tick_secs + _LATE_SECS:
             # The process was stopped: what was measured is no time of this run's.
             self.board.take()
             self.board.restart_clock()
-            gap_secs = most_secs
+            gap_secs = self._tick_secs
         self._learn()
         board, serial = self.board, self.board.serial
         if serial != self._seen:

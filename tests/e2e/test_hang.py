@@ -90,7 +90,8 @@ def test_a_step_that_hangs(
     assert [e["fault"] for e in run.events("injected")] == [fault.partition("@")[0]]
     hang = hangs(run)[0]
     assert (hang["phase"], hang["seen_by"]) == ("step", seen_by)
-    assert hang["step"] in (32, 33)
+    # The supervisor knows what it was told last, a few times a second.
+    assert hang["step"] in ((32, 33) if seen_by == "watchdog" else range(20, 34))
     assert culprit in hang["stacks"]
     decision = next(e for e in run.events("decision") if e["action"] == "restart")
     assert decision["cause"] == "hang"

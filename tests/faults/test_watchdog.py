@@ -142,6 +142,17 @@ def test_time_in_which_nobody_ran_counts_for_nothing():
     assert len(bench.events) == 1
 
 
+def test_not_even_just_before_the_limit_does_a_stop_count():
+    bench = Bench()
+    bench.steps(20, secs=1.0)
+    bench.wait(59.5)
+    bench.now += 1000.0
+    bench.dog.tick()
+    assert not bench.events
+    bench.wait(1.0)
+    assert [event["kind"] for event in bench.events] == ["hang"]
+
+
 def test_what_moves_is_told_a_few_times_a_second_and_changes_at_once():
     bench = Bench()
     with bench.dog:
@@ -176,22 +187,11 @@ def test_what_was_learnt_is_kept_now_and_then():
     assert bench.kept[-1]["step"]["longest_secs"] == [0.5]
 
 
-def test_a_beat_costs_next_to_nothing():
-    dog = Watchdog(limits=LIMITS, answer=Answer.REPORT)
-    best = 1.0
-    for _ in range(20):
-        begun = time.perf_counter()
-        for step in range(1000):
-            dog.beat(step)
-        best = min(best, (time.perf_counter() - begun) / 1000)
-    assert best < 5e-6
-
-
 SCRIPT = """
 import sys, threading, time
 import jaxft
 limits = jaxft.TimeLimits(
-    min_secs=0.5, first_secs=20, margin_secs=4, save_secs=1, grace_secs=1, factor=2
+    min_secs=1.5, first_secs=20, margin_secs=4, save_secs=1, grace_secs=1, factor=2
 )
 def the_culprit():
     time.sleep(60)
