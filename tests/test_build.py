@@ -261,6 +261,7 @@ def test_facts_tell_configs_and_corpora_apart(tmp_path: pathlib.Path) -> None:
         (2, 2, 2),
     ],
 )
+@pytest.mark.slow
 def test_sharded_parameters_do_not_unshard_the_batch(
     tmp_path: pathlib.Path, shape: tuple[int, int, int]
 ) -> None:

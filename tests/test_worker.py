@@ -77,6 +77,7 @@ def test_a_run_that_lost_its_disk_goes_on_from_the_mirror(
     assert "step 8 is its newest" in told.out
 
 
+@pytest.mark.slow
 def test_parameters_of_another_run_with_everything_else_fresh(
     tmp_path: pathlib.Path,
 ) -> None:

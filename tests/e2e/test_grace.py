@@ -48,6 +48,7 @@ def go_on(run: Any, undisturbed: Any, same: Any) -> None:
     assert all(name.isdigit() for name in names if name != "decisions"), names
 
 
+@pytest.mark.slow
 def test_a_first_save_that_overruns_is_abandoned(
     command: Any, undisturbed: Any, same: Any
 ) -> None:

@@ -186,6 +186,7 @@ def test_hangs_without_end_end_the_run_with_their_code(command: Any) -> None:
     assert re.search(r"the cause 2 times: no progress for 20\.\d s", reason)
 
 
+@pytest.mark.slow
 def test_a_worker_alone_ends_itself(command: Any) -> None:
     run = command("run", train__num_steps=NUM_STEPS, faults__inject="hang@33", **SOON)
     code, out, err = run.run("--role=work")

@@ -55,6 +55,7 @@ def test_the_same_numbers_in_the_end(
     same(run, reference, NUM_STEPS)
 
 
+@pytest.mark.slow
 def test_asked_to_stop_and_out_of_memory(
     command: Any, same: Any, reference: Any
 ) -> None:

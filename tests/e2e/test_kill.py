@@ -143,6 +143,7 @@ def test_code_that_raises_is_told_once(
     assert headline not in out
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_for_a_moment_ends_no_run(command: Any, same: Any) -> None:
     reference = command("reference", train__num_steps=300)
     assert reference.run()[0] == 0

@@ -47,6 +47,7 @@ def make_data(config):
         ),
     ],
 )
+@pytest.mark.slow
 def test_streams_that_take_nothing(
     command: Any, tmp_path: pathlib.Path, where: str
 ) -> None:
@@ -74,6 +75,7 @@ def test_a_folder_that_is_gone_is_one_line(
     assert not run.workdir.exists()
 
 
+@pytest.mark.slow
 def test_a_terminal_that_is_closed_saves_unless_nohup(command: Any) -> None:
     long = {"train__num_steps": 100_000, "checkpoint__save": "steps(100000)"}
     run = command("run", **long)

@@ -126,6 +126,7 @@ def test_what_a_refused_resume_offers_works(command: Any) -> None:
     assert code == 0, err
 
 
+@pytest.mark.slow
 def test_resuming_with_other_settings(command: Any) -> None:
     run = command("run", train__num_steps=20)
     assert run.run()[0] == 0
@@ -145,6 +146,7 @@ def test_resuming_with_other_settings(command: Any) -> None:
     assert changes["train.num_steps"] == [30, 40]
 
 
+@pytest.mark.slow
 def test_resuming_over_another_corpus(command: Any, tmp_path: pathlib.Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question\n" * 500)
@@ -186,7 +188,7 @@ RECORD_DAMAGE = ["name", "position", "windows", "facts", "run", "metrics"]
 
 @pytest.mark.parametrize(
     "damage",
-    [d if d == "position" else slow(d) for d in RECORD_DAMAGE],
+    [slow(d) for d in RECORD_DAMAGE],
 )
 def test_a_record_that_says_something_else_is_damage(
     command: Any, tmp_path: pathlib.Path, damage: str
@@ -206,6 +208,7 @@ def test_a_record_that_says_something_else_is_damage(
     assert again["format"] == good["format"]
 
 
+@pytest.mark.slow
 def test_a_step_of_something_else_is_not_passed_over(command: Any) -> None:
     run = command("run", train__num_steps=20)
     assert run.run()[0] == 0
@@ -234,7 +237,7 @@ def test_checkpoints_that_are_no_folder(command: Any) -> None:
         assert os.listdir(run.workdir) == ["checkpoints"]
 
 
-@pytest.mark.parametrize("damage", ["truncate", slow("delete"), slow("record")])
+@pytest.mark.parametrize("damage", [slow("truncate"), slow("delete"), slow("record")])
 def test_a_bad_newest_step_leads_to_the_one_before(
     command: Any, same: Any, damage: str
 ) -> None:

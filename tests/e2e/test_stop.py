@@ -217,6 +217,7 @@ def test_a_stop_while_it_waits_for_the_lock(command: Any, name: str) -> None:
     assert [path.name for path in run.workdir.iterdir()] == ["lock"]
 
 
+@pytest.mark.slow
 def test_the_summary_changes_no_exit_code(command: Any) -> None:
     """Not by foreign lines in the history, nor by a reader that is gone."""
     run = command("run", train__num_steps=10)
@@ -287,6 +288,7 @@ def make_data(config):
 """
 
 
+@pytest.mark.slow
 def test_stop_while_waiting_for_input(
     command: Any, same: Any, tmp_path: Any, monkeypatch: Any
 ) -> None:

@@ -189,7 +189,7 @@ PHASES = {
     ),
 }
 PHASE_CASES = [
-    pytest.param(name, marks=[] if name in ("build", "save") else pytest.mark.slow)
+    pytest.param(name, marks=[] if name == "save" else pytest.mark.slow)
     for name in PHASES
 ]
 

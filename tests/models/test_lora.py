@@ -38,6 +38,7 @@ def _train(mesh, *, num_steps=3):
     return first, state, output
 
 
+@pytest.mark.slow
 def test_it_starts_as_the_model_itself():
     config = _config()
     adapted = lora.make_model(config, RematConfig())

@@ -84,6 +84,7 @@ def test_a_stack_and_a_list_start_with_the_same_values():
     _assert_equal(_stack_params(), _as_stack(listed))
 
 
+@pytest.mark.slow
 def test_a_stack_and_a_list_compute_the_same():
     loss, grads = _loss_and_grads("none", True)
     loss_list, grads_list = _loss_and_grads("none", False)

@@ -85,7 +85,16 @@ def test_the_second_process_is_served(tmp_path: pathlib.Path) -> None:
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
-@pytest.mark.parametrize("options", [(), ("-W", "error"), ("-W", "ignore")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        *(
+            pytest.param(("-W", how), marks=pytest.mark.slow)
+            for how in ("error", "ignore")
+        ),
+    ],
+)
 def test_garbage_in_the_cache_costs_one_compilation(
     tmp_path: pathlib.Path, options: tuple[str, ...]
 ) -> None:
