@@ -313,9 +313,7 @@ def _live(
             fault = _stop(str(error) or "SIGINT")
         except BaseException as error:  # What ends a process ends the run as a fault.
             fault = fault_of(error)
-            fields = {"fault": fault.kind, "step": fault.step, "process": fault.process}
-            code = int(fault.exit_code)
-            log("fault", **fields, evidence=fault.evidence, exit_code=code)
+            log("fault", **fault.event())
         close(fault, entered())
     return ExitCode.FINISHED if fault is None else fault.exit_code
 

@@ -119,6 +119,16 @@ class Fault:
         """The command's exit code if this fault ends it."""
         return EXIT_CODES[self.kind]
 
+    def event(self) -> dict[str, Any]:
+        """The fields of its event `fault`."""
+        return {
+            "fault": self.kind,
+            "step": self.step,
+            "process": self.process,
+            "evidence": self.evidence,
+            "exit_code": int(self.exit_code),
+        }
+
 
 class FaultError(Exception):
     """A failure on its way to an exit code.

@@ -133,14 +133,7 @@ class Worker:
                 # No restore has told it: a disk that takes no more holds it.
                 self._log("found", step=fault.step)
             self._finish_save(parts)
-            self._log(
-                "fault",
-                fault=fault.kind,
-                step=fault.step,
-                process=fault.process,
-                evidence=fault.evidence,
-                exit_code=int(fault.exit_code),
-            )
+            self._log("fault", **fault.event())
             if isinstance(error, ConfigError):
                 raise
             raise FaultError(fault) from error

@@ -299,14 +299,7 @@ class Watchdog:
             step=self.board.step,
             evidence=f"{stacks.excerpt(text, max_bytes=3000)}\n{summary}",
         )
-        self._emit(
-            "fault",
-            fault=fault.kind,
-            step=fault.step,
-            process=fault.process,
-            evidence=fault.evidence,
-            exit_code=int(fault.exit_code),
-        )
+        self._emit("fault", **fault.event())
         if self._on_end is not None:
             self._on_end(fault)
 
