@@ -35,7 +35,8 @@ import orbax.checkpoint as ocp
 import pairs
 from absl import app, flags, logging
 
-from jaxft.checkpoint import layout, leaves, manifest, orbax_io, run_record, step_files
+from jaxft import durable
+from jaxft.checkpoint import leaves, manifest, orbax_io, run_record, step_files
 from jaxft.checkpoint.state_digests import Digests
 from jaxft.parallel import fingerprint
 
@@ -175,7 +176,7 @@ def write_bare(path: str, state: State) -> None:
             rest = rest[os.write(fd, rest) :]
     os.fsync(fd)
     os.close(fd)
-    layout.sync_folder(os.path.dirname(path))
+    durable.sync_folder(os.path.dirname(path))
 
 
 # --- measuring ----------------------------------------------------------------

@@ -19,6 +19,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from jaxft import durable
 from jaxft.config import Config, ConfigError
 from jaxft.records import Phase
 
@@ -220,11 +221,6 @@ def write_learnt(workdir: str | os.PathLike[str], learnt: Mapping[str, Any]) -> 
     Nothing depends on it but the next start's patience: where it cannot be written it
     is not.
     """
-    path = pathlib.Path(workdir) / "supervisor.json"
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(json.dumps({"format": 1, "longest": learnt}) + "\n")
-        temporary.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+    body = json.dumps({"format": 1, "longest": learnt}) + "\n"
+    with contextlib.suppress(OSError):
+        durable.replace(pathlib.Path(workdir, "supervisor.json"), body.encode())

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import pathlib
 import sys
 import time
@@ -19,7 +18,7 @@ from typing import Any
 
 import jax
 
-from jaxft import init_params, rollbacks, settings
+from jaxft import durable, init_params, rollbacks, settings
 from jaxft.build import Parts, build
 from jaxft.checkpoint import (
     decisions,
@@ -452,18 +451,11 @@ def _write_config(path: pathlib.Path, config: Config) -> None:
         ConfigError: the workdir takes no file.
     """
     # What a kill at this very moment left is ours: we hold the lock.
-    for leftover in path.parent.glob(f".{path.name}.*"):
+    for leftover in path.parent.glob(f"{durable.UNFINISHED}*-{path.name}"):
         leftover.unlink(missing_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    body = json.dumps(settings.flatten(config), indent=1) + "\n"
     try:
-        with temporary.open("w") as file:
-            json.dump(settings.flatten(config), file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        durable.replace(path, body.encode())
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
         problem = f"{path} cannot be written: {error.strerror}"
         raise ConfigError("", problem) from error

@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxft import records
+from jaxft import durable, records
 from jaxft.checkpoint import layout, run_record
 
 FOLDER = "decisions"
@@ -392,23 +392,14 @@ def write_once(final: str, text: bytes) -> None:
         OSError: it could not be written.
     """
     folder = os.path.dirname(final)
-    layout.make_root(folder)
-    for leftover in pathlib.Path(folder).glob(".new-*"):
+    durable.make_folders(folder)
+    for leftover in pathlib.Path(folder).glob(f"{durable.UNFINISHED}*"):
         leftover.unlink(missing_ok=True)
-    temporary = os.path.join(folder, f".new-{os.getpid()}")
     try:
-        with open(temporary, "xb") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        if os.path.lexists(final):
-            raise FileExistsError(f"{final} is there: somebody else decides here, too")
-        os.rename(temporary, final)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-    layout.sync_folder(folder)
+        durable.write_once(final, text)
+    except FileExistsError as error:
+        problem = f"{final} is there: somebody else decides here, too"
+        raise FileExistsError(problem) from error
 
 
 def _rollback(body: dict[str, Any]) -> Rollback:

@@ -13,7 +13,6 @@ has a fingerprint is checked while it is copied; the file appears whole or not a
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import json
@@ -22,12 +21,12 @@ import os
 import pathlib
 import struct
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import IO, Any
 
 import numpy as np
 
-from jaxft.checkpoint import layout
+from jaxft import durable
 from jaxft.checkpoint.contents import Contents
 from jaxft.patterns import Patterns
 
@@ -117,7 +116,7 @@ def export(
     types = {leaf.path: step.value_type(leaf.path) for leaf in arrays}
     _check_dtypes(types, suffix)
     write = _write_safetensors if suffix == ".safetensors" else _write_npz
-    with _whole_file(path) as target:
+    with durable.whole_file(path) as target:
         write(target, step, types, memory_bytes=memory_bytes)
     return Exported(
         path=path,
@@ -148,22 +147,6 @@ def _check_dtypes(types: _Types, suffix: str) -> None:
 
 def _is_of_numpy(dtype: np.dtype) -> bool:
     return dtype.type.__module__ == "numpy"
-
-
-@contextlib.contextmanager
-def _whole_file(path: str) -> Iterator[str]:
-    """A place to write to that takes its name, durably, once all of it is there."""
-    folder, name = os.path.split(path)
-    temporary = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
-    try:
-        yield temporary
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        pathlib.Path(temporary).unlink(missing_ok=True)
-        raise
-    layout.sync_folder(folder)
 
 
 def _write_safetensors(

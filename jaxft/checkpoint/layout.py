@@ -26,7 +26,7 @@ import re
 import tempfile
 from collections.abc import Iterable, Sequence
 
-from jaxft import records
+from jaxft import durable, records
 
 STATE_ITEM = "state"
 RUN_ITEM = "run"
@@ -269,15 +269,6 @@ def count_bytes(path: str | os.PathLike[str]) -> int:
 # --- durable changes of names -------------------------------------------------
 
 
-def sync_folder(path: str | os.PathLike[str]) -> None:
-    """Makes the names in a folder durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def check_writable(root: str) -> None:
     """Asks, without a try, whether a save could make its folders.
 
@@ -293,18 +284,6 @@ def check_writable(root: str) -> None:
             cause = OSError(errno.EROFS, os.strerror(errno.EROFS))
             raise OSError(f"{text}: {cause.strerror}") from cause
         raise OSError(text)
-
-
-def make_root(root: str) -> None:
-    """Creates the root and makes every new name on the way durable."""
-    missing = []
-    folder = pathlib.Path(root)
-    while not folder.exists():
-        missing.append(folder)
-        folder = folder.parent
-    os.makedirs(root, exist_ok=True)
-    for new in reversed(missing):
-        sync_folder(new.parent)
 
 
 def try_folders(step_path: str, items: Iterable[str]) -> None:
@@ -337,5 +316,5 @@ def abandon(path: str, *, timeline: int) -> str:
 
 def _rename(path: str, aside: str) -> str:
     os.rename(path, aside)
-    sync_folder(os.path.dirname(path))
+    durable.sync_folder(os.path.dirname(path))
     return aside

@@ -19,7 +19,7 @@ import shutil
 import time
 from collections.abc import Iterable
 
-from jaxft import records
+from jaxft import durable, records
 from jaxft.checkpoint import decisions, layout, mirror_mark, mirror_place
 
 _FETCHING = f"{layout.TMP_MARK}-fetch"
@@ -149,14 +149,14 @@ def _fetch(
     path = layout.step_path(root, mark.step)
     if os.path.lexists(path):
         raise FileExistsError(f"{path} is there already: move it away to fetch it")
-    layout.make_root(root)
+    durable.make_folders(root)
     copy = f"{path}{_FETCHING}"
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(copy)
     try:
         _write_all(copy, mark, place.read(mark))
         for folder, _, _ in os.walk(copy, topdown=False):
-            layout.sync_folder(folder)
+            durable.sync_folder(folder)
         _begin(place, root, mark=mark, marks=marks)
         os.rename(copy, path)
     except BaseException as error:
@@ -165,7 +165,7 @@ def _fetch(
         if isinstance(error, mirror_mark.DamageError):
             return str(error), ""
         raise
-    layout.sync_folder(root)
+    durable.sync_folder(root)
     identity = mirror_place.find_identity(root)
     if identity is not None and mark.step in identity.inherited:
         # From now on the root has it, and may let go of it.

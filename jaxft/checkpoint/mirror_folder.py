@@ -20,6 +20,7 @@ import shutil
 import stat
 from collections.abc import Iterator, Mapping
 
+from jaxft import durable
 from jaxft.checkpoint import decisions, layout, mirror_mark
 
 # Followed by the identity of the root whose mirror is at work.
@@ -85,9 +86,9 @@ class FolderTarget:
             return
         own = os.path.join(self.where, decisions.FOLDER)
         with contextlib.suppress(FileExistsError):
-            layout.make_root(own)
+            durable.make_folders(own)
             os.link(path, os.path.join(own, name))
-            layout.sync_folder(own)
+            durable.sync_folder(own)
 
     def _decided(self, owner: str) -> str:
         """Where the decisions about a root are kept."""
@@ -107,7 +108,7 @@ class FolderTarget:
         """
         final = self._step_path(source.step)
         copy = f"{final}{_COPYING}{owner}"
-        layout.make_root(self.where)
+        durable.make_folders(self.where)
         _remove(copy)
         try:
             os.mkdir(copy)
@@ -163,7 +164,7 @@ class FolderTarget:
     def _commit(self, copy: str, final: str, mark: mirror_mark.Mark) -> None:
         doomed = f"{final}{_DOOMED}{mark.source}"
         for folder, _, _ in os.walk(copy, topdown=False):
-            layout.sync_folder(folder)
+            durable.sync_folder(folder)
         marking = self._begin_marking(mark.step, owner=mark.source)
         if os.path.lexists(final):
             # The same label of a timeline that a rollback has ended.
@@ -171,7 +172,7 @@ class FolderTarget:
             _unmark(final)
             os.rename(final, doomed)
         os.rename(copy, final)
-        layout.sync_folder(self.where)
+        durable.sync_folder(self.where)
         file = pathlib.Path(final, mirror_mark.MARK_FILE)
         _write_mark(file, mark)
         os.rmdir(marking)
@@ -185,7 +186,7 @@ class FolderTarget:
         """
         marking = f"{self._step_path(step)}{_MARKING}{owner}"
         os.makedirs(marking, exist_ok=True)
-        layout.sync_folder(self.where)
+        durable.sync_folder(self.where)
         return marking
 
     def _undo(self, step: int, *, owner: str) -> None:
@@ -276,7 +277,7 @@ def _write_mark(path: pathlib.Path, mark: mirror_mark.Mark) -> None:
         file.flush()
         _make_durable(file.fileno())
     new.rename(path)
-    layout.sync_folder(path.parent)
+    durable.sync_folder(path.parent)
 
 
 def _copy(origin: str, path: str, *, pace: mirror_mark.Pace) -> str:

@@ -19,9 +19,9 @@ import re
 import uuid
 from collections.abc import Mapping
 
+from jaxft import durable
 from jaxft.checkpoint import (
     decisions,
-    layout,
     mirror_folder,
     mirror_mark,
     mirror_objects,
@@ -103,13 +103,7 @@ def write_identity(root: str, identity: Identity) -> Identity:
         OSError: it cannot be written.
     """
     words = [identity.owner, *map(str, sorted(identity.inherited))]
-    new = pathlib.Path(root, f"{_ID_FILE}.new")
-    with new.open("w") as file:
-        file.write(f"{' '.join(words)}\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(new, pathlib.Path(root, _ID_FILE))
-    layout.sync_folder(root)
+    durable.replace(os.path.join(root, _ID_FILE), f"{' '.join(words)}\n".encode())
     return identity
 
 

@@ -29,7 +29,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxft import records
+from jaxft import durable, records
 from jaxft.checkpoint import (
     array_reader,
     causes,
@@ -119,11 +119,11 @@ def _commit(sealed: Path, step_path: Path) -> None:
     # Many small files wait for the disk one after the other, unless asked at once.
     with futures.ThreadPoolExecutor(_NUM_SYNC_THREADS, "jaxft-sync") as threads:
         list(threads.map(_sync_file, paths))
-        list(threads.map(layout.sync_folder, [folder for folder, _, _ in folders]))
+        list(threads.map(durable.sync_folder, [folder for folder, _, _ in folders]))
     if os.path.lexists(step_path):
         raise FileExistsError(errno.EEXIST, "a step of this name is there", step_path)
     os.rename(sealed, step_path)
-    layout.sync_folder(os.path.dirname(step_path))
+    durable.sync_folder(os.path.dirname(step_path))
 
 
 def _sync_file(path: str) -> None:

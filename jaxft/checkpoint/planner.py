@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxft import records
+from jaxft import durable, records
 from jaxft.checkpoint import (
     decisions,
     layout,
@@ -224,7 +224,7 @@ class SavePlanner:
         Raises:
             OSError: that is not possible.
         """
-        layout.make_root(self._root)
+        durable.make_folders(self._root)
         if jax.process_count() > 1 and jax.process_index() == 0:
             # Where Orbax cannot, the others wait for it without limit.
             items = (layout.STATE_ITEM, layout.RUN_ITEM, layout.MANIFEST_ITEM)

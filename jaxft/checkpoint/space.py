@@ -19,8 +19,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 
-from jaxft import records
-from jaxft.checkpoint import layout
+from jaxft import durable, records
 from jaxft.config import ConfigError
 
 _SAMPLE = b"jaxft"
@@ -126,7 +125,7 @@ def _try_all(root: str, place: str) -> Abilities:
         with _ability(root, "lock a file (flock)"):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with _ability(root, "make a folder durable (fsync)"):
-        layout.sync_folder(place)
+        durable.sync_folder(place)
     with _ability(root, "rename a file"):
         os.rename(first, second)
     with _ability(root, "give back what was written"), open(second, "rb") as file:

@@ -10,7 +10,7 @@ import os
 import shutil
 from typing import Any
 
-from jaxft import records
+from jaxft import durable, records
 from jaxft.checkpoint import decisions, layout, manifest, verify
 from jaxft.cli import places, text
 from jaxft.records import ExitCode
@@ -67,7 +67,7 @@ def _delete(root: str, path: str) -> None:
         shutil.rmtree(path)
     else:
         os.unlink(path)
-    layout.sync_folder(root)
+    durable.sync_folder(root)
 
 
 def roll_back(options: Any) -> int:

@@ -105,12 +105,3 @@ def flip_byte(path: pathlib.Path, offset: int) -> None:
             os.fsync(file.fileno())
     finally:
         path.chmod(mode)
-
-
-def sync_folder(path: pathlib.Path) -> None:
-    """Makes the names in a folder durable."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from jaxft import durable
 from jaxft.config import ConfigError
 from jaxft.faults import disk
 from jaxft.faults.plan import OF_BATCHES, PATH, Injected, PlannedFault
@@ -191,15 +192,8 @@ class Injector:
         path = self._marker(fault, self._num_fired[fault.number])
         body = {"fault": str(fault), "number": fault.number, "step": step}
         body |= {"process": self._process, "time": time.time()}
-        self._folder.mkdir(exist_ok=True)
-        new = path.with_suffix(".new")
-        with new.open("w") as file:
-            file.write(json.dumps(body) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        new.rename(path)
-        for folder in (self._folder, self._folder.parent):
-            disk.sync_folder(folder)
+        durable.make_folders(self._folder)
+        durable.write_once(path, json.dumps(body).encode() + b"\n")
         self._num_fired[fault.number] += 1
 
     def _tell(self, fault: PlannedFault, step: int, **more: Any) -> None:

@@ -6,15 +6,14 @@ nothing moves, next.
 
 from __future__ import annotations
 
-import contextlib
 import linecache
 import os
-import pathlib
 import re
 import sys
 import threading
 import types
 
+from jaxft.process_state import process_state
 from jaxft.records import MAX_EVIDENCE_BYTES
 
 # Files of debuggers: whoever sits in one of their frames waits for a person.
@@ -87,10 +86,7 @@ def is_debugged(frames: list[types.FrameType]) -> bool:
     """Whether a debugger holds these frames, or a native one this process."""
     if any(os.path.basename(f.f_code.co_filename) in _DEBUGGERS for f in frames):
         return True
-    with contextlib.suppress(OSError):
-        status = pathlib.Path("/proc/self/status").read_text()
-        return "\nTracerPid:\t0\n" not in status
-    return False
+    return process_state("self").is_traced
 
 
 def _place(frame: types.FrameType) -> str:

@@ -12,16 +12,15 @@ interpreter lock), or the whole process is stopped.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
-import pathlib
 import signal
 import time
 from collections.abc import Callable
 from typing import Any
 
 from jaxft.limits import LearntTimes, TimeLimits, read_learnt, write_learnt
+from jaxft.process_state import ProcessState, process_state
 from jaxft.records import MAX_EVIDENCE_BYTES, Phase
 
 # Upon it the worker writes the stacks of all its threads, whoever holds which lock.
@@ -31,8 +30,6 @@ BEAT, LEARNT = "beat", "learnt"
 # What one look can add: whoever looks later was stopped himself.
 _MOST_SECS = 1.0
 _STACKS_SECS = 2.0
-# States of a process (see `man proc`) that explain why it does not move.
-_STATES = {"T": ", stopped by a signal", "D": ", waiting for a disk or a device"}
 
 
 def beat_line(serial: int, /, *, phase: Phase, step: int, limit_secs: float) -> str:
@@ -141,37 +138,6 @@ class HangWatch:
     def count_alarm(self, phase: Phase) -> None:
         """It may have been wrong: the next worker has twice the time."""
         self.learnt.alarms[phase] = self.learnt.alarms.get(phase, 0) + 1
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ProcessState:
-    """What the kernel says of a process.
-
-    Attributes:
-        letter: its state, as in `man proc`; `?` when it cannot be read.
-        is_traced: whether a debugger holds it.
-    """
-
-    letter: str = "?"
-    is_traced: bool = False
-
-    @property
-    def words(self) -> str:
-        """What explains that it does not move; empty for nothing."""
-        return _STATES.get(self.letter, "")
-
-
-def process_state(pid: int) -> ProcessState:
-    """Looks into `/proc/<pid>/status`."""
-    try:
-        lines = pathlib.Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return ProcessState()
-    fields = dict(line.split(":", 1) for line in lines if ":" in line)
-    return ProcessState(
-        letter=(fields.get("State", "").split() or ["?"])[0],
-        is_traced=fields.get("TracerPid", "0").strip() != "0",
-    )
 
 
 def ask_for_stacks(

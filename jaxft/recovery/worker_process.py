@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxft import events
+from jaxft.process_state import process_state
 from jaxft.records import ExitCode, FaultKind, Phase
 from jaxft.recovery.policy import CacheMode, WorkerExit
 from jaxft.recovery.silence import (
@@ -23,7 +24,6 @@ from jaxft.recovery.silence import (
     Silence,
     ask_for_stacks,
     excerpt,
-    process_state,
     where,
 )
 

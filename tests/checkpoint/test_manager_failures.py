@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxft import records
+from jaxft import durable, records
 from jaxft.checkpoint import (
     layout,
     leaves,
@@ -248,7 +248,7 @@ def test_a_save_that_cannot_begin_is_borne_too(tmp_path):
     ("where", "name", "kind"),
     [
         (leaves, "encode", jax.errors.JaxRuntimeError),
-        (layout, "make_root", OSError),
+        (durable, "make_folders", OSError),
         (planner.proof, "Proof", MemoryError),
         (proof.Proof, "plan_links", jax.errors.JaxRuntimeError),
         (orbax_io, "write_async", jax.errors.JaxRuntimeError),

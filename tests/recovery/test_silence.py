@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 
@@ -276,9 +275,3 @@ def test_a_worker_that_a_person_debugs_is_left_alone(make_run):
         pytest.skip("this machine lets no process trace another")
     assert (outcome.exit_code, outcome.num_restarts) == (ExitCode.FINISHED, 0)
     assert not run.events("hang")
-
-
-def test_what_the_kernel_says_of_a_process():
-    assert not silence.process_state(os.getpid()).is_traced
-    assert silence.process_state(os.getpid()).letter in "RS"
-    assert silence.process_state(2**22 + 1).words == ""

@@ -1,0 +1,122 @@
+"""Files and names that a power cut leaves whole or not at all.
+
+World: host-only. Floor: the lowest. Read `jaxft/checkpoint/decisions.py` or
+`jaxft/limits.py`, which write so, next.
+
+A file is written under a name of its own, made durable, and only then takes the name
+that others read. Several hosts may do this in one folder at the same time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import pathlib
+import secrets
+from collections.abc import Iterator
+
+# How the names begin that nobody reads: a kill in the middle leaves one.
+UNFINISHED = ".new-"
+
+
+def sync_folder(path: str | os.PathLike[str]) -> None:
+    """Makes the names in a folder durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_folders(path: str | os.PathLike[str]) -> None:
+    """Creates a folder and makes every new name on the way durable."""
+    missing = []
+    folder = pathlib.Path(path)
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
+    os.makedirs(path, exist_ok=True)
+    for new in reversed(missing):
+        sync_folder(new.parent)
+
+
+@contextlib.contextmanager
+def whole_file(path: str | os.PathLike[str]) -> Iterator[str]:
+    """A place to write to that takes the name `path`, durably, at the end.
+
+    A file of that name is replaced. When the body raises, it stays as it was.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    folder, name = os.path.split(os.fspath(path))
+    with _unfinished(folder, name) as temporary:
+        yield temporary
+        _sync_file(temporary)
+        os.replace(temporary, path)
+    sync_folder(folder or ".")
+
+
+def replace(path: str | os.PathLike[str], data: bytes) -> None:
+    """Writes a small file, durably, over the one of that name: a reader sees one whole.
+
+    Raises:
+        OSError: it could not be written; the one before it stays.
+    """
+    with whole_file(path) as temporary:
+        pathlib.Path(temporary).write_bytes(data)
+
+
+def write_once(path: str | os.PathLike[str], data: bytes) -> None:
+    """Writes a small file, durably; of all who try, on any host, one succeeds.
+
+    Where the file system has no hard links that is only so for those who do not try
+    at the same moment.
+
+    Raises:
+        FileExistsError: there is a file of that name.
+        OSError: it could not be written.
+    """
+    folder, name = os.path.split(os.fspath(path))
+    with _unfinished(folder, name) as temporary:
+        pathlib.Path(temporary).write_bytes(data)
+        _sync_file(temporary)
+        _take_name(temporary, os.fspath(path))
+    sync_folder(folder or ".")
+
+
+@contextlib.contextmanager
+def _unfinished(folder: str, name: str) -> Iterator[str]:
+    # A process's number is not enough: other hosts have the same.
+    temporary = os.path.join(folder, f"{UNFINISHED}{secrets.token_hex(4)}-{name}")
+    try:
+        yield temporary
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+
+
+def _sync_file(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _take_name(temporary: str, path: str) -> None:
+    try:
+        os.link(temporary, path)
+        return
+    except FileExistsError:
+        # A server may have done it, and its answer been lost.
+        if os.path.samefile(temporary, path):
+            return
+        raise
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+            raise
+    if os.path.lexists(path):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+    os.rename(temporary, path)
