@@ -107,8 +107,6 @@ def build(
     Raises:
         ConfigError: something cannot work; it names the config path.
     """
-    if jax.process_count() > 1:
-        raise ConfigError("", "runs of several processes are not built yet")
     faults = parse_plan(
         config.faults.inject,
         num_steps=config.train.num_steps,
@@ -363,6 +361,7 @@ def _manager(
         mirror=config.mirror,
         mirror_rate=config.mirror_rate,
         experience=_experience(whole, workdir=workdir),
+        clock_is_told=True,
         emit=emit,
     )
 

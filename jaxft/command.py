@@ -37,9 +37,9 @@ usage: python -m jaxft.main --config=FILE --workdir=FOLDER [--config.SECTION.FIE
   --num_processes=N --process_index=I --coordinator=HOST:PORT
                          who this is, where neither Slurm nor Kubernetes says it
 
-exit codes: 0 finished, 65 not finite, 66 no usable checkpoint, 70 crashed, 71 hung,
-            73 workdir in use, 74 save failed, 75 stopped (run again to go on),
-            77 out of memory, 78 wrong config
+exit codes: 0 finished, 65 not finite, 66 no usable checkpoint, 69 peer lost,
+            70 crashed, 71 hung, 73 workdir in use, 74 save failed, 75 stopped
+            (run again to go on), 77 out of memory, 78 wrong config
 """
 
 

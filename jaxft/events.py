@@ -51,6 +51,13 @@ KINDS: dict[str, dict[str, str]] = {
         "delay_secs": "wait before a restart",
         "budget_left": "restarts left",
     },
+    # a process of several
+    "peer_wait": {
+        "what": "it waits for",
+        "absent": "indices of the processes that are not there",
+        "secs": "so far",
+    },
+    # the supervisor
     "suspended": {"secs": "that the run stood still by Ctrl-Z"},
     "supervisor_end": {"exit_code": "of the command", "reason": "one line"},
     # the worker

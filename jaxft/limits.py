@@ -37,7 +37,10 @@ _PATIENCE = {
     Phase.SAVE: 1.0,
     # It has as many bytes to send as it has, and says nothing in between.
     Phase.MIRROR: 30.0,
+    Phase.PEERS: 1.0,
 }
+# What another process may be at while this one waits for it in a step.
+_OF_PEERS = (Phase.STEP, Phase.DATA, Phase.EVALUATE, Phase.SAVE)
 # An alarm may be wrong: after each the limit of its phase is twice what it was.
 _MAX_DOUBLINGS = 3
 # How many times make a block (many where they are short), and how many blocks are
@@ -134,12 +137,21 @@ class TimeLimits:
         return min(0.25, self.min_secs / 20.0, self.margin_secs / 4.0)
 
     @property
+    def collective_secs(self) -> float:
+        """What no process of several has to wait longer for within a step."""
+        return self.first_secs + 2.0 * self.margin_secs
+
+    @property
     def last_words_secs(self) -> float:
         """What a worker that hangs has to say so, before the supervisor ends it."""
         return self.margin_secs / 2.0
 
     def limit_secs(self, phase: Phase, learnt: LearntTimes) -> float:
         """How long `phase` may go on without progress."""
+        if phase is Phase.PEERS:
+            # More patient than any of them: who is late is to be ended, not who waits.
+            others = (self.limit_secs(one, learnt) for one in _OF_PEERS)
+            return max(others) + 2.0 * self.margin_secs
         longest = learnt.longest_secs(phase)
         limit = self.first_secs if longest is None else self.factor * longest
         limit = max(limit, self.min_secs * _PATIENCE[phase])

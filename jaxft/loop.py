@@ -37,6 +37,7 @@ import numpy as np
 
 from jaxft import settings
 from jaxft.build import HostBatch, Parts
+from jaxft.checkpoint import together
 from jaxft.data.iterator import batch_index
 from jaxft.faults.grace import SaveTimes, StopAction, StopQuestion, plan_stop
 from jaxft.faults.inject import Injector
@@ -59,6 +60,8 @@ from jaxft.types import StepOutput, TrainState
 
 # How much later than those that read for it a process hears of a signal to all.
 _SIGNAL_SECS = 0.5
+# How soon a process knows of its own part of a save that failed in another one.
+_HEARD_SECS = 30.0
 # How soon a wait for a save notices that a stop has become urgent.
 _LOOK_SECS = 0.1
 
@@ -122,6 +125,7 @@ class Loop:
         self._injector = injector
         self._spikes = spikes
         self._evaluation: dict[str, float] = {}
+        self._is_one_of_many = jax.process_count() > 1
         self._save_times = save_times or SaveTimes()
         self._board = board or PhaseBoard()
         self._step_phase = Phase.FIRST_STEP
@@ -224,7 +228,7 @@ class Loop:
             bits |= Control.STOP
         if self._parts.manager.error() is not None:
             bits |= Control.ERROR
-        if jax.process_count() > 1 and self._parts.manager.should_retry:
+        if jax.process_count() > 1 and self._parts.manager.due_to_tell(self.step):
             bits |= Control.SAVE
         return bits
 
@@ -232,17 +236,12 @@ class Loop:
         """Reads the output of finished step `step`; the agreed control word."""
         if output is None:
             return Control.NOTHING
-        read = jax.device_get(output)
+        with self._board.waiting(for_peers=self._is_one_of_many):
+            read = jax.device_get(output)
         self._step_phase = Phase.STEP
         control = Control(int(read.control))
         if control & Control.ERROR:
-            error = self._parts.manager.error()
-            elsewhere = Fault(
-                kind=FaultKind.SAVE_FAILED,
-                step=step,
-                evidence="a save failed on another process",
-            )
-            raise error or FaultError(elsewhere)
+            raise self._failed_save(step)
         metrics = {name: float(value) for name, value in read.metrics.items()}
         finite = bool(read.finite)
         data_secs = self._parts.iterator.take_wait_secs()
@@ -252,6 +251,19 @@ class Loop:
         if self._spikes is not None:
             self._spikes.observe(step, metrics["loss"])
         return control
+
+    def _failed_save(self, step: int) -> FaultError:
+        """The failed save that some process has told of; it fails in all of them."""
+        manager = self._parts.manager
+        if manager.error() is None:
+            with self._board.during(Phase.SAVE), contextlib.suppress(FaultError):
+                manager.wait(timeout_secs=_HEARD_SECS)
+        elsewhere = Fault(
+            kind=FaultKind.SAVE_FAILED,
+            step=step,
+            evidence="a save failed in another process, whose own message says why",
+        )
+        return manager.error() or FaultError(elsewhere)
 
     def _report(self, record: dict[str, Any] | None) -> None:
         if record is None:
@@ -295,7 +307,9 @@ class Loop:
             if batch is not None:
                 placed, _ = self._parts.train_step.place(batch)
                 sums = self._eval_fn(state, placed)
-            for name, pair in jax.device_get(pending or {}).items():
+            with self._board.waiting(for_peers=self._is_one_of_many):
+                read = jax.device_get(pending or {})
+            for name, pair in read.items():
                 totals[name] = totals.get(name, 0.0) + np.asarray(pair, np.float64)
             pending = sums
             self._board.beat()
@@ -359,7 +373,8 @@ class Loop:
         manager = self._parts.manager
         self._emit("phase", name="save")
         while True:
-            if manager.last_committed != self.step:
+            # Not all of them need know yet that one in flight has committed.
+            if together.where(manager.last_committed != self.step):
                 self._save(state, force=True)
             try:
                 if not self._wait_for_save():
@@ -384,6 +399,8 @@ class Loop:
         """Commits this border within the grace time, or leaves on the last step."""
         self._read(pending, self.step)
         self._flush()
+        if self._is_one_of_many and self._stops.poll() is None:
+            self._stops.request("a request to another process")
         if self._rule.in_a_row and not self._stops.urgent:
             self._wait_for_save()  # The last one; this border is no place to go on.
             return state, Ending.STOPPED
@@ -392,15 +409,8 @@ class Loop:
             if action is StopAction.LEAVE:
                 break
             self._emit("phase", name="save")
-            try:
-                if action is StopAction.SAVE:
-                    left_secs = self._stops.deadline_secs()
-                    self._save(state, force=True, timeout_secs=left_secs)
-                is_over = self._wait_for_save()
-            except FaultError:
-                # One that was in flight may be made good by the next.
-                if action is StopAction.SAVE:
-                    raise
+            is_over = self._act(state, action)
+            if is_over is None:
                 continue
             if not is_over:
                 # The last committed step stands, this one is no more than a leftover
@@ -418,20 +428,38 @@ class Loop:
             self._progress.note(f"step {self.step}: {left_on}")
         return state, Ending.STOPPED
 
+    def _act(self, state: TrainState, action: StopAction) -> bool | None:
+        """Saves or waits, in all processes; whether that was over in time.
+
+        None: a save that was in flight failed, and may be made good by the next.
+        """
+        if action is StopAction.SAVE:
+            left_secs = self._stops.deadline_secs()
+            self._save(state, force=True, timeout_secs=left_secs)
+        is_over = is_failed = False
+        try:
+            is_over = self._wait_for_save()
+        except FaultError:
+            if action is StopAction.SAVE:
+                raise
+            is_failed = True
+        if together.where(is_failed):
+            return None
+        return not together.where(not is_over)
+
     def _plan_stop(self) -> StopAction:
         """What the grace time is used for next; the event says why."""
         manager, left_secs = self._parts.manager, self._stops.deadline_secs()
         flying, committed = manager.in_flight, manager.last_committed
-        # Several processes would not agree on times: there the deadline decides.
-        alone = jax.process_count() == 1
         age_secs = self._save_times.age_secs(-1 if flying is None else flying)
         question = StopQuestion(
             left_secs=math.inf if left_secs is None else left_secs,
             is_committed=committed == self.step,
-            in_flight_secs=age_secs if alone and flying is not None else None,
-            save_secs=self._save_times.last_secs() if alone else (),
+            in_flight_secs=age_secs if flying is not None else None,
+            save_secs=self._save_times.last_secs(),
         )
-        action = plan_stop(question)
+        # Of several processes the primary one says what all do.
+        action = StopAction(together.from_primary(plan_stop(question)))
         self._emit(
             "stop_plan",
             step=self.step,

@@ -54,7 +54,7 @@ from jaxft.goodput.account import Account
 from jaxft.limits import LearntTimes, TimeLimits, read_learnt, write_learnt
 from jaxft.metrics import writers
 from jaxft.metrics.report import Summary
-from jaxft.records import ExitCode, Fault, FaultError, FaultKind
+from jaxft.records import ALONE, ExitCode, Fault, FaultError, FaultKind, JobPlace
 from jaxft.recovery.launchers import Launcher, find_launcher
 from jaxft.recovery.supervisor import Launch, Outcome, Supervisor
 from jaxft.recovery.workdir import WorkdirLock, absolute, give_back_all
@@ -68,6 +68,7 @@ _WORDS = {
     FaultKind.CONFIG: "refused",
     FaultKind.NONFINITE: "not finite",
     FaultKind.HANG: "hung",
+    FaultKind.PEER_LOST: "lost another process",
     FaultKind.NO_CHECKPOINT: "no usable checkpoint",
 }
 
@@ -89,6 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         launcher = _launcher(command)
         if command.role == "work":
             return work(command, launcher=launcher)
+        if launcher.num_processes > 1:
+            who = f"{launcher.place} ({launcher.kind})"
+            problem = f"{who}: supervisors do not work together yet: add --role=work"
+            raise ConfigError("", problem)
         return supervise(command, launcher=launcher)
     except ConfigError as error:
         return _refuse(str(error), ExitCode.CONFIG)
@@ -112,18 +117,13 @@ def _find_factories_here() -> None:
 
 
 def _launcher(command: Command) -> Launcher:
-    """Who started this process; refused as one of several."""
-    launcher = find_launcher(
+    """Who started this process, as which of how many."""
+    return find_launcher(
         os.environ,
         num_processes=command.num_processes,
         process_index=command.process_index,
         coordinator=command.coordinator,
     )
-    if launcher.num_processes > 1:
-        who = f"process {launcher.process_index} of {launcher.num_processes}"
-        problem = f"this is {who} ({launcher.kind}): start one"
-        raise ConfigError("", f"runs of several processes are not built yet; {problem}")
-    return launcher
 
 
 def supervise(command: Command, *, launcher: Launcher) -> int:
@@ -215,31 +215,41 @@ def _work_for_supervisor(fd: int) -> int:
         learnt=learnt,
         keep=link.tell_learnt,
         tell=link.beat,
+        place=launch.place,
     )
 
 
 def work(command: Command, *, launcher: Launcher) -> int:
-    """One worker without a supervisor; prints the summary."""
-    summary = Summary()
-    with WorkdirLock.acquire(command.workdir) as lock:
-        log = EventLog(lock.workdir / "events", role="work", tee=summary.take_line)
+    """One worker without a supervisor; prints the summary.
+
+    Of several the primary one has the workdir's lock, and the summary.
+    """
+    summary, place = Summary(), launcher.place
+    with contextlib.ExitStack() as stack:
+        workdir, lock = absolute(command.workdir), None
+        if place.is_primary:
+            lock = stack.enter_context(WorkdirLock.acquire(command.workdir))
+        log = EventLog(workdir / "events", role="work", tee=summary.take_line)
         log("launcher", **launcher.event())
 
         def close(fault: Fault | None, entered: bool) -> None:
-            if not entered:
+            if lock is not None and not entered:
                 lock.release(undo=True)
+            if not entered:
                 _say(_evidence(fault))
                 return
             _tell_evidence(fault)
             ending = _ending(fault, reason=_evidence(fault))
-            _conclude(summary, log=log, workdir=lock.workdir, ending=ending)
+            if place.is_primary:
+                _conclude(summary, log=log, workdir=workdir, ending=ending)
 
         return _live(
             command,
             log,
             close=close,
-            learnt=read_learnt(lock.workdir),
-            keep=lambda learnt: write_learnt(lock.workdir, learnt),
+            learnt=read_learnt(workdir),
+            keep=lambda learnt: write_learnt(workdir, learnt) if lock else None,
+            place=place,
         )
 
 
@@ -255,10 +265,10 @@ def _live(
     learnt: LearntTimes,
     keep: Callable[[dict[str, Any]], None],
     tell: Tell | None = None,
+    place: JobPlace = ALONE,
 ) -> ExitCode:
     """Runs a worker; `close` is told how it ended and whether it wrote anything."""
-    entered = lambda: False
-    board = PhaseBoard()
+    entered, tell_end, board = lambda: False, lambda _: None, PhaseBoard()
     watchdog = contextlib.nullcontext()
     if command.config.hang.enabled:
         watchdog = Watchdog(
@@ -275,9 +285,14 @@ def _live(
     def leave(reason: str) -> NoReturn:
         """Nothing is worth saving here: the newest committed step stands."""
         log("end", step=-1, reason=f"stopped by {reason}")
-        close(_stop(f"{reason} before the first step"), entered())
+        fault = _stop(f"{reason} before the first step")
+        tell_end(fault)
+        end(fault)
+
+    def end(fault: Fault) -> NoReturn:
+        close(fault, entered())
         _flush()
-        os._exit(ExitCode.STOPPED)
+        os._exit(fault.exit_code)
 
     stops = StopRequests(
         command.config.preemption,
@@ -302,8 +317,10 @@ def _live(
                     cache=cache,
                     committed_step=committed_step,
                     board=board,
+                    place=place,
+                    end=end,
                 )
-                entered = lambda: worker.entered
+                entered, tell_end = lambda: worker.entered, worker.team.tell_end
                 _, ending = worker.live()
             if ending is Ending.STOPPED:
                 fault = _stop(str(stops.poll()))

@@ -23,6 +23,7 @@ class ExitCode(enum.IntEnum):
     FINISHED = 0
     NONFINITE = 65
     NO_CHECKPOINT = 66
+    PEER_LOST = 69
     CRASHED = 70
     HUNG = 71
     WORKDIR_IN_USE = 73
@@ -44,6 +45,7 @@ class FaultKind(enum.StrEnum):
     NONFINITE = "nonfinite"
     SPIKE = "spike"
     HANG = "hang"
+    PEER_LOST = "peer_lost"
     NO_CHECKPOINT = "no_checkpoint"
     SAVE_FAILED = "save_failed"
 
@@ -58,6 +60,7 @@ EXIT_CODES = {
     FaultKind.NONFINITE: ExitCode.NONFINITE,
     FaultKind.SPIKE: ExitCode.NONFINITE,
     FaultKind.HANG: ExitCode.HUNG,
+    FaultKind.PEER_LOST: ExitCode.PEER_LOST,
     FaultKind.NO_CHECKPOINT: ExitCode.NO_CHECKPOINT,
     FaultKind.SAVE_FAILED: ExitCode.SAVE_FAILED,
 }
@@ -78,6 +81,7 @@ class Phase(enum.StrEnum):
     EVALUATE = "evaluate"
     SAVE = "save"
     MIRROR = "mirror"
+    PEERS = "peers"
 
 
 class Control(enum.IntFlag):
@@ -88,6 +92,34 @@ class Control(enum.IntFlag):
     SAVE = 2
     ABORT = 4
     ERROR = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobPlace:
+    """Which process of its job a worker is, and where they meet; alone by default.
+
+    Attributes:
+        process_index: from 0; process 0 coordinates, decides and writes for all.
+        num_processes: of the whole job.
+        coordinator: `host:port` where process 0 listens; empty for a job of one.
+        generation: which launch of the job's workers this is, from 0.
+    """
+
+    process_index: int = 0
+    num_processes: int = 1
+    coordinator: str = ""
+    generation: int = 0
+
+    @property
+    def is_primary(self) -> bool:
+        """Whether it decides and writes for all."""
+        return self.process_index == 0
+
+    def __str__(self) -> str:
+        return f"process {self.process_index} of {self.num_processes}"
+
+
+ALONE = JobPlace()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

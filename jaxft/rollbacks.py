@@ -11,13 +11,21 @@ meets the bad steps again, or the decision, and does what is left of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+import jax
 
 from jaxft.build import Parts
-from jaxft.checkpoint import decisions, layout, run_record, verify
+from jaxft.checkpoint import decisions, layout, run_record, together, verify
 from jaxft.config import RollbackConfig
 from jaxft.data.iterator import batch_index
 from jaxft.faults.nonfinite import BadStepsError
-from jaxft.faults.rollback import ResumePoint, RollbackPolicy, RollbackQuestion
+from jaxft.faults.rollback import (
+    ResumePoint,
+    RollbackPolicy,
+    RollbackQuestion,
+    Window,
+)
 from jaxft.faults.spikes import SpikeRule
 from jaxft.records import Emit, Fault, FaultError, FaultKind
 
@@ -46,17 +54,51 @@ def roll_back(parts: Parts, bad: BadStepsError, *, emit: Emit) -> None:
             that was tried often enough. It says what was seen. Of kind SAVE_FAILED:
             the disk does not take the decision.
     """
-    kind, config = bad.fault.kind, parts.config.rollback
     first_batch = batch_index(bad.first_step - 1, parts.iterator.skipped)
     emit(
         "bad_steps",
-        fault=kind,
+        fault=bad.fault.kind,
         step=bad.last_step,
         first_step=bad.first_step,
         first_batch=first_batch,
         evidence=bad.fault.evidence,
     )
     parts.manager.finish()
+    to, skip, why = _decide(parts, bad, first_batch=first_batch)
+    try:
+        reason = f"{bad.fault.evidence}: {why}"
+        parts.manager.rollback(to, reason=reason, skip=skip, cause=str(bad.fault.kind))
+    except OSError as error:
+        # As for a save: the disk is to blame, and the next start does what is left.
+        text = f"{bad.fault.evidence}; no rollback: {error}"
+        fault = Fault(kind=FaultKind.SAVE_FAILED, step=bad.last_step, evidence=text)
+        raise FaultError(fault) from error
+
+
+def _decide(
+    parts: Parts, bad: BadStepsError, *, first_batch: int
+) -> tuple[int, Window, str]:
+    """Where to go on, without which batches, why; the primary process says it.
+
+    Raises:
+        FaultError: there is nowhere to go on from, or it was tried often enough.
+    """
+    told: Any = None
+    with together.same_end("decide where to go on from"):
+        if jax.process_index() == 0:
+            told = _ask_policy(parts, bad, first_batch=first_batch)
+    to, skip, text = together.from_primary(told)
+    if to is None:
+        fault = Fault(kind=bad.fault.kind, step=bad.fault.step, evidence=text)
+        raise FaultError(fault)
+    return to, (skip[0], skip[1]), text
+
+
+def _ask_policy(
+    parts: Parts, bad: BadStepsError, *, first_batch: int
+) -> tuple[int | None, Window, str]:
+    """The same, from what is on the disk; None, and why, for nowhere."""
+    config = parts.config.rollback
     decided = decisions.read(parts.manager.root)
     mine = [one for one in decided.rollbacks if one.cause]
     points = _resume_points(parts, decided)
@@ -66,34 +108,22 @@ def roll_back(parts: Parts, bad: BadStepsError, *, emit: Emit) -> None:
         skip_before=config.skip_before,
         skip_after=config.skip_after,
     )
-    margin_steps = config.spike_margin_steps if kind is FaultKind.SPIKE else 0
+    is_spike = bad.fault.kind is FaultKind.SPIKE
     while True:
         answer = policy.decide(
             RollbackQuestion(
                 first_step=bad.first_step,
                 first_batch=first_batch,
-                margin_steps=margin_steps,
+                margin_steps=config.spike_margin_steps if is_spike else 0,
                 points=points,
                 earlier=[one.skip for one in mine if one.skip],
             )
         )
         if answer.to is None:
-            raise _given_up(bad, answer.reason, earlier=mine)
+            return None, answer.skip, _given_up(bad, answer.reason, earlier=mine)
         if _can_be_restored(layout.step_path(parts.manager.root, answer.to)):
-            break
+            return answer.to, answer.skip, answer.reason
         points = [one for one in points if one.step != answer.to]
-    try:
-        parts.manager.rollback(
-            answer.to,
-            reason=f"{bad.fault.evidence}: {answer.reason}",
-            skip=answer.skip,
-            cause=str(kind),
-        )
-    except OSError as error:
-        # As for a save: the disk is to blame, and the next start does what is left.
-        text = f"{bad.fault.evidence}; no rollback: {error}"
-        fault = Fault(kind=FaultKind.SAVE_FAILED, step=bad.last_step, evidence=text)
-        raise FaultError(fault) from error
 
 
 def _resume_points(parts: Parts, decided: decisions.Decisions) -> list[ResumePoint]:
@@ -122,10 +152,7 @@ def _can_be_restored(path: str) -> bool:
 
 def _given_up(
     bad: BadStepsError, reason: str, *, earlier: Sequence[decisions.Rollback]
-) -> FaultError:
+) -> str:
     lines = [f"{bad.fault.evidence}; given up: {reason}"]
     lines += [f"earlier, from step {one.origin}: {one.reason}" for one in earlier]
-    fault = Fault(
-        kind=bad.fault.kind, step=bad.fault.step, evidence="\n".join(lines[:9])
-    )
-    return FaultError(fault)
+    return "\n".join(lines[:9])

@@ -14,7 +14,8 @@ import json
 import pathlib
 import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import jax
 
@@ -27,11 +28,11 @@ from jaxft.checkpoint import (
     run_record,
     space,
     state_digests,
+    together,
 )
-from jaxft.config import Config, ConfigError, ResumeMode
+from jaxft.config import Config, ConfigError, Progress, ResumeMode
 from jaxft.data.windows import add_skips, parse_skip
 from jaxft.events import EventLog
-from jaxft.faults.exceptions import fault_of
 from jaxft.faults.grace import SaveTimes
 from jaxft.faults.inject import Injector
 from jaxft.faults.nonfinite import BadStepsError
@@ -42,8 +43,9 @@ from jaxft.metrics.notes import Notes
 from jaxft.metrics.tensorboard import TensorBoard, folder_of
 from jaxft.metrics.writers import ProgressLine, say
 from jaxft.parallel.compile_cache import CompileCache
-from jaxft.records import Emit, Fault, FaultError, FaultKind, Phase
+from jaxft.records import ALONE, Emit, Fault, FaultError, FaultKind, JobPlace, Phase
 from jaxft.recovery.resume import check_resume
+from jaxft.team import Team
 from jaxft.train.injected import exhaust_memory, flip_bit
 from jaxft.types import TrainState
 
@@ -60,9 +62,12 @@ class Worker:
         cache: `keep`, `off` or `fresh`: what to do with the compile cache.
         committed_step: newest step that those workers committed; -1 for none.
         board: where a watchdog sees what this thread is at.
+        place: which process of its job this is.
+        end: ends the process when another one of its job has ended, from any thread.
 
     Attributes:
         entered: whether the preflight is over and the workdir was written to.
+        team: the other processes of its job.
     """
 
     def __init__(
@@ -76,9 +81,15 @@ class Worker:
         cache: str = "keep",
         committed_step: int = -1,
         board: PhaseBoard | None = None,
+        place: JobPlace = ALONE,
+        end: Callable[[Fault], NoReturn] | None = None,
     ):
         self.entered = False
+        self._place = place
         self._board = board or PhaseBoard()
+        self.team = Team(
+            place, config, stops=stops, emit=log, board=self._board, end=end
+        )
         self._config = config
         self._workdir = workdir
         self._log = log
@@ -112,6 +123,7 @@ class Worker:
         try:
             # Building may read a whole corpus: a stop must not wait for it.
             with self._stops.may_leave():
+                self.team.join()
                 parts = build(
                     self._config,
                     workdir=self._workdir,
@@ -127,12 +139,15 @@ class Worker:
                 ending = Ending.STOPPED
         except (Exception, SystemExit) as error:
             step = self._loop.step if self._loop else -1
-            fault = fault_of(error, step=step)
+            self.team.begin_end()
+            fault = self.team.fault_of(error, step=step)
             if not self.entered and fault.kind is FaultKind.SAVE_FAILED:
                 # No restore has told it: a disk that takes no more holds it.
                 self._log("found", step=fault.step)
-            self._finish_save(parts)
+            if not self.team.ends_alone(fault):
+                self._finish_save(parts)
             self._log("fault", **fault.event())
+            self.team.tell_end(fault)
             if isinstance(error, ConfigError):
                 raise
             raise FaultError(fault) from error
@@ -142,6 +157,7 @@ class Worker:
             self._cache.close()
         assert self._loop is not None
         self._log("end", step=self._loop.step, reason=ending)
+        self.team.leave()
         self._log.close()
         return state, ending
 
@@ -237,19 +253,22 @@ class Worker:
         if target := self._config.checkpoint.mirror:
             self._log("mirror_target", target=target)
         try:
-            _write_config(self._workdir / "config.json", self._config)
-        except ConfigError as error:
+            with together.same_end(f"write to {self._workdir}"):
+                if self._place.is_primary:
+                    _write_config(self._workdir / "config.json", self._config)
+        except (ConfigError, FaultError) as error:
             raise space.refusal(error, newest=parts.manager.latest()) from error
         self._log("preflight_done")
         self.entered = True
         self._log.open()
 
     def _train(self, parts: Parts) -> tuple[TrainState, Ending]:
+        mode = self._config.log.progress
         progress = ProgressLine(
             num_steps=self._config.train.num_steps,
             unit=parts.items[0],
             restarts=self._attempt,
-            mode=self._config.log.progress,
+            mode=mode if self._place.is_primary else Progress.NEVER,
         )
         self._progress = progress
         with contextlib.ExitStack() as stack:
@@ -263,6 +282,7 @@ class Worker:
                 self._board.enter(Phase.COMPILE)
                 state_digests.prepare(state)  # Else the first save would wait for it.
                 step_fn, eval_fn = self._compile(parts, state)
+                self.team.meet()
             emit = self._drawing(restored, stack)
             while True:
                 self._loop = Loop(

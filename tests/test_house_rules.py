@@ -26,7 +26,7 @@ FILES = sorted(
     if "__pycache__" not in path.parts
 )
 # Config files and their classes need real annotations; see jaxft/config.py.
-SETTINGS = [PACKAGE / "config.py", PACKAGE / "settings.py"]
+SETTINGS = [PACKAGE / f"{name}.py" for name in ("config", "settings", "safeguards")]
 NO_FUTURE = [*SETTINGS, *sorted((ROOT / "configs").glob("*.py"))]
 DEVICE_LIBRARIES = ("jax", "flax", "optax", "orbax", "grain")
 

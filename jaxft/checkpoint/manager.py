@@ -39,8 +39,8 @@ from absl import logging
 from jaxft import records
 from jaxft.checkpoint import (
     at_exit,
-    auto_interval,
     decisions,
+    due,
     layout,
     leaves,
     mirror_check,
@@ -86,6 +86,8 @@ class CheckpointManager:
             background; a root that has no good step is filled from it.
         mirror_rate: most bytes a second that go there, e.g. `50MB`; empty for all.
         experience: for `auto`, an `Experience`; by default a failure a day is expected.
+        clock_is_told: of several processes the primary one is asked `due_to_tell` and
+            tells the others; then `secs` and `auto` may be used there, too.
         emit: told of everything; the default logs what nothing is raised about.
         clock: seconds since the epoch, for the run record.
         timer: seconds that never go back, for the save policy.
@@ -116,14 +118,21 @@ class CheckpointManager:
         mirror: str = "",
         mirror_rate: str = "",
         experience: Experience | None = None,
+        clock_is_told: bool = False,
         emit: records.Emit = records.log_event,
         clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic,
     ):
         self.root = options.checked_root(root, timeout_secs=timeout_secs)
-        self._save_policy, emit = auto_interval.make_policy(
-            save, emit=emit, known=experience, num_processes=jax.process_count()
+        self._due = due.DueSaves(
+            save,
+            emit=emit,
+            known=experience,
+            timer=timer,
+            num_processes=jax.process_count(),
+            is_told=clock_is_told,
         )
+        emit = self._due.emit
         self._keep_policy = policies.parse_keep(keep)
         self._timeout_secs = timeout_secs
         self._options = options.make_options(
@@ -136,10 +145,6 @@ class CheckpointManager:
         )
         self._emit = emit
         self._clock = clock
-        self._timer = timer
-        self._last_step = -1
-        self._last_secs = timer()
-        self._answered_step = -1
         self._saves = Saves(
             self.root,
             timeout_secs=timeout_secs,
@@ -169,22 +174,14 @@ class CheckpointManager:
 
     def should_save(self, step: int) -> bool:
         """Whether a periodic save is due at this border; once a step at most."""
-        if step in (self._answered_step, self._last_step):
-            return False
         # Alone, a process tries again by itself; several agree in their loop.
-        if self.should_retry and jax.process_count() == 1:
-            self._answered_step = step
-            return True
-        question = records.SaveQuestion(
-            step=step,
-            now_secs=self._timer(),
-            last_step=self._last_step,
-            last_secs=self._last_secs,
-        )
-        if not self._save_policy.should_save(question):
-            return False
-        self._answered_step = step
-        return True
+        retry = jax.process_count() == 1 and self.should_retry
+        return self._due.at(step, retry=retry)
+
+    def due_to_tell(self, step: int) -> bool:
+        """Whether this process, one of several, is to tell all that a save is due."""
+        by_clock = jax.process_index() == 0
+        return self._due.to_tell(step, retry=self.should_retry, by_clock=by_clock)
 
     def maybe_save(self, step: int, state: PyTree, **content: Any) -> bool:
         """Saves when the policy says so; see `save`. Whether a save began."""
@@ -232,7 +229,7 @@ class CheckpointManager:
         check_label(step, state)
         wait_secs = self._timeout_secs if timeout_secs is None else timeout_secs
         if not self._saves.may_begin(step, force=force, timeout_secs=wait_secs):
-            self._last_secs = self._timer()  # not again at every border
+            self._due.skipped()
             return False
         content = {"data": data, "run": run, "metrics": metrics}
         try:
@@ -245,7 +242,7 @@ class CheckpointManager:
             if force or not self._saves.is_borne:
                 raise refusal from error
             return False
-        self._last_step, self._last_secs = step, self._timer()
+        self._due.begun(step)
         self._metrics.look(step, metrics or {})
         return True
 
@@ -387,7 +384,7 @@ class CheckpointManager:
             with self._retention_lock:
                 retention.finish_deletions(self.root, emit=self._emit)
         if restored is not None:
-            self._last_step, self._last_secs = restored.step, self._timer()
+            self._due.begun(restored.step)
             # An older one that was asked for by name leaves newer ones there.
             newer = -1 if step is None else self._saves.last_committed or -1
             self._saves.set_last_committed(max(restored.step, newer))
@@ -403,13 +400,14 @@ class CheckpointManager:
             FaultError: `to` is not there, or a save in flight is not over in time.
         """
         self._saves.join(self._timeout_secs)
-        with self._retention_lock:
-            decisions.roll_back(self.root, to=to, emit=self._emit, **decision)
+        with together.same_end(f"go back to step {to}"), self._retention_lock:
+            if jax.process_index() == 0:
+                decisions.roll_back(self.root, to=to, emit=self._emit, **decision)
         self._planner.forget()
         if self._mirror is not None and jax.process_index() == 0:
             self._mirror.offer(layout.step_path(self.root, to))
         self._saves.set_last_committed(to)
-        self._last_step, self._last_secs = to, self._timer()
+        self._due.begun(to)
 
     def steps(self) -> list[int]:
         """Committed steps on disk, ascending."""

@@ -308,6 +308,18 @@ def reads_clock(policy: records.SavePolicy) -> bool:
     return isinstance(policy, Secs | Auto)
 
 
+def split_by_clock(
+    policy: records.SavePolicy,
+) -> tuple[records.SavePolicy | None, records.SavePolicy | None]:
+    """What of a policy goes by the step alone, what by a clock; None for nothing."""
+    parts = policy.policies if isinstance(policy, AnySave) else (policy,)
+    halves: list[records.SavePolicy | None] = []
+    for by_clock in (False, True):
+        half = tuple(part for part in parts if reads_clock(part) is by_clock)
+        halves.append(AnySave(half) if half else None)
+    return halves[0], halves[1]
+
+
 def names_auto(text: str) -> bool:
     """Whether `auto` is a part of a save policy."""
     return _AUTO in (term.strip() for term in text.split("|"))

@@ -66,6 +66,7 @@ class PhaseBoard:
         instead: what the watchdog found that it is at in truth, until something is
             begun or finished; None for nothing else.
         step: finished step attempts, as far as they were told; -1 for none.
+        awaits_peers: it waits for what other processes have to do as well.
         serial: differs whenever something was begun or finished.
         on_change: called when a phase begins or ends that does not come and go with
             every step.
@@ -76,6 +77,7 @@ class PhaseBoard:
         self.phase = Phase.START
         self.instead: Phase | None = None
         self.step = -1
+        self.awaits_peers = False
         self.serial = 0
         self.on_change: Callable[[], None] = lambda: None
         self._clock = clock
@@ -105,6 +107,15 @@ class PhaseBoard:
             yield
         finally:
             self.enter(before)
+
+    @contextlib.contextmanager
+    def waiting(self, *, for_peers: bool) -> Generator[None, None, None]:
+        """Within, other processes may be what is waited for."""
+        self.awaits_peers = for_peers
+        try:
+            yield
+        finally:
+            self.awaits_peers = False
 
     def take(self) -> dict[Phase, tuple[int, float]]:
         """Phase -> how many parts are done since the last call, and the longest."""
@@ -255,6 +266,10 @@ class Watchdog:
             return
         if phase is not Phase.COMPILE and stacks.is_compiling(frames):
             self.board.forgive(Phase.COMPILE)
+            return
+        if phase is not Phase.PEERS and self.board.awaits_peers:
+            # It may be another process that hangs, whose own watchdog is to say so.
+            self.board.forgive(Phase.PEERS)
             return
         self._reported = self.board.serial
         hang = {

@@ -61,6 +61,6 @@ def cpu_features() -> str:
 
 
 def _without_outputs(flags: str) -> str:
-    """Flags in a fixed order, without those that only name places for dumps."""
-    kept = [f for f in flags.split() if "dump" not in f]
+    """Flags in a fixed order, without those for dumps and for time limits."""
+    kept = [f for f in flags.split() if "dump" not in f and "timeout" not in f]
     return " ".join(sorted(kept))

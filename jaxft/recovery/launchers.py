@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxft.config import ConfigError
+from jaxft.records import JobPlace
 
 # Above what Linux gives to outgoing connections (32768 to 60999).
 FIRST_PORT = 61_000
@@ -57,6 +58,15 @@ class Launcher:
     coordinator: str = ""
     job: str = ""
     num_requeues: int = 0
+
+    @property
+    def place(self) -> JobPlace:
+        """The same for a worker."""
+        return JobPlace(
+            process_index=self.process_index,
+            num_processes=self.num_processes,
+            coordinator=self.coordinator,
+        )
 
     def event(self) -> dict[str, Any]:
         """The fields of the `launcher` event."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from jaxft import events
 from jaxft.process_state import process_state
-from jaxft.records import ExitCode, FaultKind, Phase
+from jaxft.records import ALONE, ExitCode, FaultKind, JobPlace, Phase
 from jaxft.recovery.policy import CacheMode, WorkerExit
 from jaxft.recovery.silence import (
     HangWatch,
@@ -45,6 +45,7 @@ class Launch:
         stacks_fd: file that it writes its stacks to when asked; -1 for none.
         learnt: how long things took in this run, see `jaxft.limits.LearntTimes`.
         alarms: phase -> how often workers before it were ended for hanging there.
+        place: which process of its job it is.
     """
 
     attempt: int
@@ -56,6 +57,7 @@ class Launch:
     stacks_fd: int = -1
     learnt: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     alarms: Mapping[Phase, int] = dataclasses.field(default_factory=dict)
+    place: JobPlace = ALONE
 
 
 class WorkerProcess:

@@ -202,6 +202,6 @@ def test_one_of_several_is_refused_before_anything_is_written(tmp_path):
     )
     assert done.returncode == 78
     assert done.stderr.count("\n") == 1
-    assert "several processes are not built yet" in done.stderr
+    assert "supervisors do not work together yet" in done.stderr
     assert "process 2 of 3 (slurm)" in done.stderr
     assert not (tmp_path / "run").exists()
