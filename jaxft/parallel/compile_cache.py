@@ -1,10 +1,16 @@
 """The persistent compile cache in the workdir; a help, never a condition.
 
-World: device. Floor: below the eight rooms. JAX itself treats an entry that it
+World: device. Floor: below the eight rooms. Read `jaxft/parallel/cache_writers.py`
+before and `jaxft/worker.py`, which owns one, after this file.
+
+JAX itself treats an entry that it
 cannot read or write as a miss and warns. What is left to do here: choose the folder,
 so that no program compiled for another machine is ever found; go on without a cache
 where the folder cannot be had; turn it off or start a new one when the supervisor
 suspects it; and remove an entry that was torn, which JAX would keep for ever.
+
+A job of several processes has one folder, which process 0 writes and all read. On
+CPU, where no entry serves two processes, each other one has its own beside it.
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ import jax
 import jax.monitoring
 from jax.experimental.compilation_cache import compilation_cache
 
+from jaxft.parallel.cache_writers import EveryoneWrites
 from jaxft.parallel.facts import cpu_features
 from jaxft.records import Emit
 
@@ -65,15 +72,21 @@ class CompileCache:
         self._mode = mode
         self._emit = emit
         self._folder = self._root
+        self._everyone = EveryoneWrites()
         self._before: dict[str, Any] = {}
         self._filter: Any = None
         self._show_others = warnings.showwarning
 
     def enable(self, *, device: jax.Device) -> str:
-        """Points JAX at the folder for `device`; says why where that fails."""
+        """Points JAX at the folder for `device`; says why where that fails.
+
+        Where there are several processes they are connected already.
+        """
         if CompileCache._enabled is not None:
             CompileCache._enabled.close()
         self._folder = self._root / cache_name(device)
+        if jax.process_index() > 0:
+            self._join(device.platform)
         problem = "" if self._mode == "off" else self._prepare()
         self._before = {name: getattr(jax.config, name) for name in _SETTINGS}
         is_on = self._mode != "off" and not problem
@@ -96,6 +109,7 @@ class CompileCache:
         if CompileCache._enabled is not self:
             return
         CompileCache._enabled = None
+        self._everyone.turn_off()
         for name, value in self._before.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
@@ -104,6 +118,19 @@ class CompileCache:
         filters: Any = warnings.filters
         if self._filter in filters:
             filters.remove(self._filter)
+
+    def _join(self, platform: str) -> None:
+        """Chooses a folder as one of the processes that are not the first."""
+        if platform != "cpu":
+            if self._mode == "fresh":
+                self._mode = "off"  # Process 0 moves the old one aside, at some time.
+            return
+        if problem := self._everyone.turn_on():
+            self._emit("cache_unusable", path=str(self._folder), reason=problem)
+            return
+        # Beside that of process 0, which may move its own at any time.
+        name = f"{self._folder.name}-process{jax.process_index()}"
+        self._folder = self._folder.with_name(name)
 
     def _prepare(self) -> str:
         """Makes the folder; says why where that fails."""
