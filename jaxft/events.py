@@ -161,7 +161,6 @@ KINDS: dict[str, dict[str, str]] = {
         "step": "its label",
         "blocking_secs": "the loop waited",
         "planning_secs": "of that, for digests of leaves that might be linked",
-        "num_linked": "leaves that are linked and not written",
     },
     "save_commit": {
         "step": "its label",

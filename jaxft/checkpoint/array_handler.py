@@ -46,7 +46,7 @@ from orbax.checkpoint._src.serialization import (  # noqa: TID251
     tensorstore_utils,
 )
 
-from jaxft.checkpoint import array_snapshot, step_files
+from jaxft.checkpoint import array_snapshot, leaf_links
 from jaxft.checkpoint.array_reader import Reader, chunks_of
 from jaxft.checkpoint.byte_budget import ByteBudget, gather, gather_few
 from jaxft.checkpoint.chunking import (
@@ -58,6 +58,7 @@ from jaxft.checkpoint.chunking import (
     make_codecs,
 )
 from jaxft.checkpoint.gate import Gate
+from jaxft.checkpoint.leaf_links import Links
 from jaxft.checkpoint.raw_chunks import RawChunks
 
 # Where Orbax keeps the implementation of typed keys.
@@ -72,11 +73,11 @@ class Order:
     """What the handlers of one save have in common.
 
     Attributes:
-        links: leaf name -> folder of the same leaf in a committed step.
+        links: what is not written.
         gate: is opened when all snapshots are taken.
     """
 
-    links: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    links: Links = dataclasses.field(default_factory=Links)
     gate: Gate = dataclasses.field(default_factory=Gate)
 
 
@@ -94,7 +95,7 @@ def make_registry(
         raw: of a restore; see `array_reader.Reader`.
     """
     order = order or Order()
-    if order.links and options.layout != "files":
+    if order.links.possible and options.layout != "files":
         raise ValueError(f"layout {options.layout} has no files to link")
     scalars = ScalarHandler(options, order)
     placeholder = type(ocp.PLACEHOLDER)
@@ -107,36 +108,30 @@ def make_registry(
     )
 
 
-# --- links --------------------------------------------------------------------
-
-
-def link_leaf(source: str, target: str) -> None:
-    """Gives `target` the files of the committed leaf `source`, by hard links.
-
-    Raises:
-        OSError: a file could not be linked.
-    """
-    files = step_files.list_files(source)
-    if not files:
-        raise FileNotFoundError(f"nothing to link in {source}")
-    for folder in dict.fromkeys(os.path.dirname(file) for file in files):
-        os.makedirs(os.path.join(target, folder), exist_ok=True)
-    for file in files:
-        os.link(os.path.join(source, file), os.path.join(target, file))
-
-
 def _is_primary() -> bool:
     return jax.process_index() == 0
 
 
-async def _link_leaves(infos: Sequence[Any], links: Mapping[str, str]) -> None:
-    for info in infos:
-        await info.await_path_creation()
-        target = os.path.join(os.fspath(info.parent_dir), info.name)
-        await asyncio.to_thread(link_leaf, links[info.name], target)
+def _future(function: Callable[[], Any], name: str, *, gate: Gate) -> Any:
+    """Runs it in a thread of its own, once it may."""
+
+    async def run() -> None:
+        gate.wait()  # The thread has nothing else to do.
+        await function()
+
+    return ocp.future.CommitFutureAwaitingContractedSignals(run(), name=name)
 
 
-async def _linked_metadatas(infos: Sequence[Any], links: Mapping[str, str]) -> Any:
+async def _link(infos: Sequence[Any], links: Mapping[str, str]) -> list[Any]:
+    """Links leaves of arrays; gives Orbax's entries about them."""
+    if _is_primary():
+        await leaf_links.link(infos, links)
+    return await _linked_metadatas(infos, links)
+
+
+async def _linked_metadatas(
+    infos: Sequence[Any], links: Mapping[str, str]
+) -> list[Any]:
     """Orbax's entries about linked leaves, from the steps that they come from."""
     found: dict[str, Any] = {}
     items = {links[info.name][: -len(info.name) - 1] for info in infos}
@@ -155,16 +150,6 @@ async def _linked_metadatas(infos: Sequence[Any], links: Mapping[str, str]) -> A
 def _flat(entries: Any) -> Iterator[Any]:
     """The entries of all processes' `array_metadatas`."""
     return itertools.chain(*(entries or {}).values())
-
-
-def _future(function: Callable[[], Any], name: str, *, gate: Gate) -> Any:
-    """Runs it in a thread of its own, once it may."""
-
-    async def run() -> None:
-        gate.wait()  # The thread has nothing else to do.
-        await function()
-
-    return ocp.future.CommitFutureAwaitingContractedSignals(run(), name=name)
 
 
 # --- JAX arrays ---------------------------------------------------------------
@@ -191,34 +176,37 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
     ) -> Sequence[Any]:
         """Starts to write; returns when the values may change or be donated."""
         del args
-        pairs = [
-            (value, info)
-            for value, info in zip(values, infos, strict=True)
-            if info.name not in self._links
-        ]
-        linked = [info for info in infos if info.name in self._links]
         shardings = _shardings(values, infos) if _is_primary() else {}
-        *early, last = array_snapshot.split(
-            pairs, max_bytes=self._options.memory_bytes // 2
-        )
+        pairs = list(zip(values, infos, strict=True))
+        max_bytes = self._options.memory_bytes // 2
+        links, open_names = {}, self._links.possible
+        if open_names and len(array_snapshot.split(pairs, max_bytes=max_bytes)) > 1:
+            # Not all can be held until it is known.
+            links, open_names = self._links.decide(), frozenset()
+        pairs = [(value, info) for value, info in pairs if info.name not in links]
+        *early, last = array_snapshot.split(pairs, max_bytes=max_bytes)
         metadatas = []
         for batch in early:
             metadatas += await self._write(self._take(batch))
-        snapshot = self._take(last)
+        snapshots = self._take(last)
+        sure = [leaf for leaf in snapshots if leaf.info.name not in open_names]
+        unsure = [leaf for leaf in snapshots if leaf.info.name in open_names]
 
         async def finish() -> None:
-            tasks: list[Any] = [self._write(snapshot)]
+            deciding = asyncio.to_thread(self._links.decide)
+            some, links = await gather([self._write(sure), deciding])
+            rest = [leaf for leaf in unsure if leaf.info.name not in links]
+            linked = [info for info in infos if info.name in links]
+            tasks: list[Any] = [self._write(rest), _link(linked, links)]
             if _is_primary():
                 tasks.append(_write_shardings(shardings, infos[0]))
-                tasks.append(_link_leaves(linked, self._links))
-            written = [*metadatas, *(await gather(tasks))[0]]
-            written += await _linked_metadatas(linked, self._links)
+            others, of_links, *_ = await gather(tasks)
             await infos[0].await_path_creation()
             # Each makes the folder: the primary one may fail before it comes to that.
             self._metadatas.set_primary_host(None)
             await self._metadatas.write(
                 checkpoint_dir=infos[0].parent_dir,
-                array_metadatas=written,
+                array_metadatas=[*metadatas, *some, *others, *of_links],
                 process_index=jax.process_index(),
             )
 
@@ -418,15 +406,16 @@ class NumpyHandler(ocp.type_handlers.NumpyHandler):
         del args
         if not _is_primary():
             return []
-        linked = [info for info in infos if info.name in self._links]
-        written = [
+        pairs = [
             (np.array(value, order="C"), info)
             for value, info in zip(values, infos, strict=True)
-            if info.name not in self._links
         ]
 
         async def finish() -> None:
-            await gather([self._write(written), _link_leaves(linked, self._links)])
+            links = await asyncio.to_thread(self._links.decide)
+            written = [pair for pair in pairs if pair[1].name not in links]
+            linked = [info for info in infos if info.name in links]
+            await gather([self._write(written), leaf_links.link(linked, links)])
 
         return [_future(finish, "numpy", gate=self._gate)]
 

@@ -287,7 +287,6 @@ class CheckpointManager:
                 step=step,
                 blocking_secs=blocking_secs,
                 planning_secs=planning_secs,
-                num_linked=len(plan.links),
             )
         finally:
             write.begin()  # As the last: what writes takes the processor.

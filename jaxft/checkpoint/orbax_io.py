@@ -41,6 +41,7 @@ from jaxft.checkpoint import (
 )
 from jaxft.checkpoint.array_handler import ArrayOptions, Order, make_registry
 from jaxft.checkpoint.gate import Gate
+from jaxft.checkpoint.leaf_links import Links
 from jaxft.checkpoint.manifest import Manifest
 from jaxft.checkpoint.raw_chunks import RawChunks
 
@@ -241,7 +242,7 @@ def write_async(
     record: Mapping[str, Any],
     timeout_secs: float,
     arrays: ArrayOptions | None = None,
-    links: Mapping[str, str] | None = None,
+    links: Links | None = None,
     seal: Seal | None = None,
     meanwhile: Callable[[], None] | None = None,
 ) -> Write:
@@ -257,16 +258,15 @@ def write_async(
         record: the run record.
         timeout_secs: Orbax's deadline for the whole save, rounded up.
         arrays: how arrays are stored.
-        links: leaf name -> absolute folder of the same leaf, of the same value, in a
-            committed step on the same file system: its files are hard-linked instead
-            of written. Only in the layout "files", and the same on all processes.
+        links: leaves whose files are hard-linked instead of written. Only in the
+            layout "files".
         seal: called once, by the primary process, with the folder when all processes
             have written: what it adds is committed with the rest, and what it raises
             fails the save.
         meanwhile: called in the background, beside the writing.
     """
     arrays = arrays or ArrayOptions()
-    order = Order(links=links or {})
+    order = Order(links=links or Links())
     options: dict[str, Any] = {
         "run_text": json.dumps(dict(record)),
         "gate": order.gate,

@@ -18,7 +18,7 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from jaxft import patterns, records
 from jaxft.checkpoint import array_store, incremental, layout, run_record, step_files
 from jaxft.checkpoint import manifest as manifests
 from jaxft.checkpoint.chunking import ArrayOptions
+from jaxft.checkpoint.leaf_links import Links
 from jaxft.checkpoint.manifest import LeafEntry, Manifest
 from jaxft.checkpoint.state_digests import Digests, Partials
 from jaxft.fingerprints import LeafDigest
@@ -67,7 +68,7 @@ class Proof:
         arrays: how its arrays are stored.
         over: set when the save has ended.
         kinds: leaf path -> what it is, as text; where links are possible.
-        links: leaf name -> folder of the same bytes in an older step.
+        links: which leaves are not written; see `plan_links`.
         facts: for the commit event, complete when the step is sealed.
         manifest: of the step, when it is sealed.
     """
@@ -85,13 +86,13 @@ class Proof:
         self.arrays = arrays
         self.over = threading.Event()
         self.kinds: Mapping[str, str] = {}
-        self.links: dict[str, str] = {}
+        self.links = Links()
         self.facts: dict[str, Any] = {"num_linked": 0, "linked_bytes": 0}
         self.manifest: Manifest | None = None
         self._timeline = record["timeline"]
         self._health = patterns.Patterns(health)
         self._digests = Digests(state, memory_bytes=arrays.memory_bytes)
-        self._carried: dict[str, LeafEntry] = {}
+        self._carried: Mapping[str, LeafEntry] = {}
 
     def plan_links(
         self,
@@ -103,7 +104,11 @@ class Proof:
         full_every: int,
         beside: Manifest | None = None,
     ) -> None:
-        """Chooses the leaves to link; waits for the digests of the candidates.
+        """Chooses the leaves to link, by the digests of the candidates.
+
+        Where all of the state is held, that is left to whoever asks for the links
+        first, in the background; else it must be known before the arrays may change,
+        and is waited for.
 
         Args:
             alike: leaves of the kind that they are in `base`; no other is linked.
@@ -127,13 +132,19 @@ class Proof:
         if not asked:
             return
         self.start_digests()
-        digests = self._digests.of(path for path in types if path in asked)
-        self._carried = incremental.plan_links(digests, types, **settings)
         state = os.path.join(base_path, layout.STATE_ITEM)
-        self.links = {
-            entry.name: os.path.join(state, entry.name)
-            for entry in self._carried.values()
-        }
+
+        def decide() -> dict[str, str]:
+            digests = self._digests.of(path for path in types if path in asked)
+            self._carried = incremental.plan_links(digests, types, **settings)
+            names = [entry.name for entry in self._carried.values()]
+            return {name: os.path.join(state, name) for name in names}
+
+        if self._digests.are_held:
+            possible = frozenset(self._digests.names[path] for path in asked)
+            self.links = Links(possible=possible, decide=_once(decide))
+        else:
+            self.links = Links.known(decide())
 
     def start_digests(self) -> None:
         """Starts the digests, if no link had to wait for them before.
@@ -144,7 +155,12 @@ class Proof:
         self._digests.start()
 
     def take_digests(self) -> None:
-        """Takes those that the devices do not; for a thread that has time."""
+        """Takes those that the devices do not; for a thread that has time.
+
+        First those that the writing waits for.
+        """
+        with contextlib.suppress(Exception):  # The writing will meet it as well.
+            self.links.decide()
         self._digests.take()
 
     def seal(self, folder: pathlib.Path, *, others: Iterable[Partials] = ()) -> None:
@@ -276,6 +292,22 @@ class Proof:
                 raise RuntimeError(f"process {index} has no digests: {told['failure']}")
             others.append(told["partials"])
         self.seal(folder, others=others)
+
+
+def _once(function: Callable[[], dict[str, str]]) -> Callable[[], dict[str, str]]:
+    """Its result, from the one call that the first of all threads makes.
+
+    If that fails the next one tries again, and fails like it.
+    """
+    lock, results = threading.Lock(), []
+
+    def call() -> dict[str, str]:
+        with lock:
+            if not results:
+                results.append(function())
+            return results[0]
+
+    return call
 
 
 def _shared_folder(step_path: str) -> str:

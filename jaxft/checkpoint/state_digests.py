@@ -50,6 +50,7 @@ class Digests:
 
     Attributes:
         names: leaf path -> the name it is stored under.
+        are_held: whether, since `start`, all leaves are on the host and held there.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Digests:
     ):
         wanted = None if paths is None else frozenset(paths)
         self.names: dict[str, str] = {}
+        self.are_held = False
         self._types: dict[str, tuple[Any, tuple[int, ...]]] = {}
         self._host: dict[str, LeafDigest] = {}
         on_device = {}
@@ -105,6 +107,7 @@ class Digests:
             on_device, on_host = _split(self._on_device, self._memory_bytes)
             self._views = {path: _View(leaf) for path, leaf in on_host.items()}
             self._pending = fingerprint.start_digests(on_device)
+            self.are_held = not on_device
         except Exception as error:
             self._failure = error
         except BaseException:

@@ -9,6 +9,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,7 @@ from jaxft.checkpoint import (
     run_record,
 )
 from jaxft.checkpoint.array_handler import ArrayOptions
+from jaxft.checkpoint.leaf_links import Links
 
 pytestmark = pytest.mark.device
 
@@ -96,7 +98,7 @@ def to_plain(state):
 
 
 def make_links(step, names):
-    return {name: str(step / "state" / name) for name in names}
+    return Links.known({name: str(step / "state" / name) for name in names})
 
 
 BARE = """
@@ -207,6 +209,41 @@ def test_links_that_cannot_be_made_fail_the_save(tmp_path):
         save(tmp_path / "3", state, links=make_links(tmp_path / "1", ["a"]))
     assert not (tmp_path / "2").exists()
     assert not (tmp_path / "3").exists()
+
+
+@pytest.mark.parametrize("memory_bytes", [2**30, 64])
+def test_what_is_linked_may_be_decided_later(tmp_path, memory_bytes):
+    """Unless not all leaves can be held until then: there it is waited for."""
+    state = {name: jnp.arange(8.0) + i for i, name in enumerate("abc")}
+    state |= {"n": np.arange(4), "m": 3}
+    files = ArrayOptions(layout="files", memory_bytes=memory_bytes)
+    save(tmp_path / "1", state, arrays=files)
+    asked = []
+
+    def decide():
+        asked.append(threading.current_thread() is threading.main_thread())
+        return make_links(tmp_path / "1", ["a", "n"]).decide()
+
+    links = Links(possible=frozenset("abn"), decide=decide)
+    save(tmp_path / "2", state, arrays=files, links=links)
+    assert any(asked) == (memory_bytes == 64)
+    for name in ("a", "b", "c", "n", "m"):
+        files = [p for p in (tmp_path / "2/state" / name).rglob("*") if p.is_file()]
+        is_linked = {path.stat().st_nlink == 2 for path in files}
+        assert is_linked == {name in "an"}
+    shutil.rmtree(tmp_path / "1")
+    assert to_plain(restore(tmp_path / "2", state)) == to_plain(state)
+
+
+def test_a_decision_that_fails_fails_the_save(tmp_path):
+    def decide():
+        raise OSError("no digest")
+
+    links = Links(possible=frozenset("a"), decide=decide)
+    files = ArrayOptions(layout="files")
+    with pytest.raises(OSError, match="no digest"):
+        save(tmp_path / "2", {"a": jnp.zeros(3)}, arrays=files, links=links)
+    assert not (tmp_path / "2").exists()
 
 
 @pytest.mark.parametrize(("layout", "codec"), STORES)

@@ -64,7 +64,7 @@ class Run:
             self.clock.now += 1.0
             fields = {"secs": 1.0, "data_secs": 0.25, "metrics": {}, "num_skipped": 0}
             log("step", step=step, first_step=step, **fields)
-        log("save_start", step=saved, blocking_secs=0.0, planning_secs=0, num_linked=0)
+        log("save_start", step=saved, blocking_secs=0.0, planning_secs=0)
         fields = {"num_linked": 0, "linked_bytes": 5, "num_bytes": 2_000_000}
         log("save_commit", step=saved, secs=2.0, **fields)
         log.close()

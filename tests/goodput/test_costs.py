@@ -50,8 +50,8 @@ def test_who_never_reached_a_step_is_no_recovery(story: Any) -> None:
 def test_saves_and_restores_are_added_up(story: Any) -> None:
     told = story().launch(0).begin(restored=0)
     for number, secs in enumerate((0.5, 2.0, 0.25)):
-        fields = {"planning_secs": 0.0, "num_linked": 0}
-        told.say("save_start", 1.0, step=number, blocking_secs=secs, **fields)
+        fields = {"planning_secs": 0.0, "blocking_secs": secs}
+        told.say("save_start", 1.0, step=number, **fields)
         fields = {"num_bytes": 100, "num_linked": 1, "linked_bytes": 30}
         told.say("save_commit", 1.0, step=number, secs=4 * secs, **fields)
     told.say("save_skipped", step=9, reason="x").say("save_failed", step=9, reason="x")

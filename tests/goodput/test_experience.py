@@ -54,7 +54,6 @@ class _History:
                     step=done,
                     blocking_secs=0.05,
                     planning_secs=0.0,
-                    num_linked=0,
                 )
                 self.now += 10 * step
                 log(

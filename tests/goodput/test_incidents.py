@@ -174,7 +174,7 @@ def test_a_fault_of_a_plan_is_told_as_such(story: Any) -> None:
 
 
 def test_what_got_further_than_its_last_step_event(story: Any) -> None:
-    fields = {"blocking_secs": 0.0, "planning_secs": 0.0, "num_linked": 0}
+    fields = {"blocking_secs": 0.0, "planning_secs": 0.0}
     told = story().launch(0).begin().steps(1, 10, 10.0)
     told.say("save_start", 2.0, step=14, **fields).exit(-9, step=15)
     told.launch(1).begin(restored=8).steps(9, 16, 8.0)

@@ -18,9 +18,7 @@ def whole(story: Any) -> Any:
     """One worker from its launch to its end: 100 steps in 10 s, a save, a break."""
     story.launch(0).begin()
     story.steps(1, 1, 0.5).steps(2, 50, 4.5, data=1.0)
-    story.say(
-        "save_start", 1.0, step=50, blocking_secs=0.25, planning_secs=0, num_linked=0
-    )
+    story.say("save_start", 1.0, step=50, blocking_secs=0.25, planning_secs=0)
     story.say(
         "save_commit", 1.0, step=50, secs=2.0, num_bytes=7, num_linked=0, linked_bytes=0
     )
