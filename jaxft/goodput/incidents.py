@@ -25,6 +25,8 @@ _MAX_EVIDENCE = 240
 _ASKED = "asked to stop"
 # Faults of a plan that nobody notices by themselves.
 _SILENT = ("slow_disk", "bitflip")
+# One that only saves notice, and what its notice is called.
+_OF_SAVES = {"enospc": FaultKind.SAVE_FAILED}
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -80,7 +82,8 @@ class Incidents:
         self._end = ""
         self._hang: Incident | None = None
         self._awaits_decision: Incident | None = None
-        self._injected = ""
+        # Plans of faults that were injected and not noticed yet; "" is any notice.
+        self._injected: dict[str, str] = {}
         self._last_secs = 0.0
 
     def take(
@@ -131,7 +134,7 @@ class Incidents:
             self._add_end("", at_secs=self._last_secs, off_secs=off_then)
         self._step, self._good_at = -1, None
         self._fault, self._end, self._hang = None, "", None
-        self._awaits_decision, self._injected = None, ""
+        self._awaits_decision, self._injected = None, {}
 
     def _exit(self, event: Event, *, at_secs: float, off_secs: float) -> None:
         self._see_step(event)
@@ -188,7 +191,7 @@ class Incidents:
     def _take_injected(self, event: Event, at_secs: float, off_secs: float) -> None:
         del at_secs, off_secs
         if event["fault"] not in _SILENT:
-            self._injected = str(event["plan"])
+            self._injected[_OF_SAVES.get(event["fault"], "")] = str(event["plan"])
 
     # --- what happens inside of a life ------------------------------------------
 
@@ -267,7 +270,7 @@ class Incidents:
         found = Incident(
             kind=kind, at_secs=at_secs, step=step, evidence=evidence, is_over=True
         )
-        found.injected, self._injected = self._injected, ""
+        found.injected = self._injected.pop(kind, "")
         self.all.append(found)
 
     def _add(
@@ -282,9 +285,8 @@ class Incidents:
             at_secs=at_secs,
             step=self._step,
             evidence=_one_line(evidence),
-            injected=self._injected,
+            injected=self._injected.pop(str(kind), "") or self._injected.pop("", ""),
         )
-        self._injected = ""
         self.all.append(incident)
         self._open, self._since, self._off_before = incident, since, off_secs
         self._unresolved = self._unresolved or incident

@@ -173,6 +173,22 @@ def test_a_fault_of_a_plan_is_told_as_such(story: Any) -> None:
     assert [one.injected for one in found] == ["kill@12", ""]
 
 
+def test_a_full_disk_is_noticed_by_saves_and_by_nothing_else(story: Any) -> None:
+    told = story().launch(0).begin().steps(1, 10, 10.0)
+    fields = {"number": 1, "step": 12, "process": 0}
+    told.say("injected", fault="enospc", plan="enospc@11", **fields)
+    told.say("injected", fault="hang", plan="hang@12", **fields)
+    told.say("save_failed", step=11, reason="disk full")
+    told.say("save_failed", step=12, reason="disk full")
+    told.exit(-9)
+    found = [(one.kind, one.injected) for one in told.account().incidents.all]
+    assert found == [
+        ("save_failed", "enospc@11"),
+        ("save_failed", ""),
+        ("killed", "hang@12"),
+    ]
+
+
 def test_what_got_further_than_its_last_step_event(story: Any) -> None:
     fields = {"blocking_secs": 0.0, "planning_secs": 0.0}
     told = story().launch(0).begin().steps(1, 10, 10.0)
