@@ -184,7 +184,9 @@ class Incidents:
         del at_secs, off_secs
         incident, self._awaits_decision = self._awaits_decision, None
         if incident is not None and event["action"] != "finish":
-            incident.kind = str(event["cause"])
+            incident.kind = kind = str(event["cause"])
+            # The worker itself could not tell, as a full disk takes no history.
+            incident.injected = incident.injected or self._injected.pop(kind, "")
             if incident.kind != FaultKind.HANG:  # That has told more.
                 incident.evidence = _one_line(event["reason"]) or incident.evidence
 

@@ -189,6 +189,18 @@ def test_a_full_disk_is_noticed_by_saves_and_by_nothing_else(story: Any) -> None
     ]
 
 
+def test_a_full_disk_that_took_no_history_is_noticed_by_the_decision(
+    story: Any,
+) -> None:
+    told = story().launch(0).begin().steps(1, 10, 10.0)
+    fields = {"number": 1, "step": 12, "process": 0}
+    told.say("injected", fault="enospc", plan="enospc@11", **fields).exit(74)
+    decision = {"delay_secs": 0.0, "budget_left": 9, "reason": "disk full"}
+    told.say("decision", action="restart", cause="save_failed", **decision)
+    (found,) = told.account().incidents.all
+    assert (found.kind, found.injected) == ("save_failed", "enospc@11")
+
+
 def test_what_got_further_than_its_last_step_event(story: Any) -> None:
     fields = {"blocking_secs": 0.0, "planning_secs": 0.0}
     told = story().launch(0).begin().steps(1, 10, 10.0)
