@@ -24,6 +24,7 @@ import optax
 from jaxft import settings
 from jaxft.checkpoint import policies
 from jaxft.checkpoint.manager import CheckpointManager
+from jaxft.checkpoint.options import MayCommit, always
 from jaxft.config import Config, ConfigError
 from jaxft.data.iterator import BatchIterator
 from jaxft.data.pipeline import Pipeline, heldout_batches
@@ -94,6 +95,7 @@ def build(
     emit: Emit,
     poll: Callable[[], None] = lambda: None,
     devices: Sequence[jax.Device] | None = None,
+    may_commit: MayCommit = always,
 ) -> Parts:
     """Builds a run from a resolved, locked config.
 
@@ -103,6 +105,7 @@ def build(
         emit: where the parts report to.
         poll: called while the loop waits for input; it may raise.
         devices: the devices to use; all of them when left out.
+        may_commit: asked just before each commit; see `CheckpointManager`.
 
     Raises:
         ConfigError: something cannot work; it names the config path.
@@ -120,8 +123,7 @@ def build(
         mesh=mesh,
         config=config.sharding,
     )
-    sources = _sources(config)
-    row = _first_row(sources, config)
+    row = _first_row(sources := _sources(config), config)
     batch_shapes = {
         name: jax.ShapeDtypeStruct((config.data.global_batch, *x.shape), x.dtype)
         for name, x in row.items()
@@ -145,7 +147,9 @@ def build(
         "example": {
             name: np.zeros((len(rows), *x.shape), x.dtype) for name, x in row.items()
         },
-        "manager": _manager(config, metrics=metrics, workdir=workdir, emit=emit),
+        "manager": _manager(
+            config, metrics=metrics, workdir=workdir, emit=emit, may_commit=may_commit
+        ),
         "facts": _facts(config, mesh=mesh, pipeline=pipeline),
         "items": _items(row, config.data.global_batch),
         "faults": faults,
@@ -335,6 +339,7 @@ def _manager(
     metrics: Collection[str],
     workdir: str | os.PathLike[str],
     emit: Emit,
+    may_commit: MayCommit,
 ) -> CheckpointManager:
     config = whole.checkpoint
     for metric in sorted(policies.metrics_of(policies.parse_keep(config.keep))):
@@ -362,6 +367,7 @@ def _manager(
         mirror_rate=config.mirror_rate,
         experience=_experience(whole, workdir=workdir),
         clock_is_told=True,
+        may_commit=may_commit,
         emit=emit,
     )
 

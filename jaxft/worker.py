@@ -44,6 +44,7 @@ from jaxft.metrics.tensorboard import TensorBoard, folder_of
 from jaxft.metrics.writers import ProgressLine, say
 from jaxft.parallel.compile_cache import CompileCache
 from jaxft.records import ALONE, Emit, Fault, FaultError, FaultKind, JobPlace, Phase
+from jaxft.recovery.generations import Fence
 from jaxft.recovery.resume import check_resume
 from jaxft.team import Team
 from jaxft.train.injected import exhaust_memory, flip_bit
@@ -129,6 +130,7 @@ class Worker:
                     workdir=self._workdir,
                     emit=self.tell,
                     poll=self._poll_while_waiting,
+                    may_commit=Fence(self._workdir, generation=self._place.generation),
                 )
                 self._plan_faults(parts)
                 self._preflight(parts)

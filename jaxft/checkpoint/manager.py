@@ -88,6 +88,7 @@ class CheckpointManager:
         experience: for `auto`, an `Experience`; by default a failure a day is expected.
         clock_is_told: of several processes the primary one is asked `due_to_tell` and
             tells the others; then `secs` and `auto` may be used there, too.
+        may_commit: asked just before each commit, and why not; see `options.MayCommit`.
         emit: told of everything; the default logs what nothing is raised about.
         clock: seconds since the epoch, for the run record.
         timer: seconds that never go back, for the save policy.
@@ -119,6 +120,7 @@ class CheckpointManager:
         mirror_rate: str = "",
         experience: Experience | None = None,
         clock_is_told: bool = False,
+        may_commit: options.MayCommit = options.always,
         emit: records.Emit = records.log_event,
         clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic,
@@ -142,6 +144,7 @@ class CheckpointManager:
             verify=verify,
             health=health,
             memory_budget=memory_budget,
+            may_commit=may_commit,
         )
         self._emit = emit
         self._clock = clock

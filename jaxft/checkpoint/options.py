@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from jaxft import patterns
@@ -30,6 +30,16 @@ _MIN_MEAN_BYTES = 2**16
 _MAX_FEW_LEAVES = 500
 
 
+# Why no step may be committed now, one line; empty where one may. Of a job of several
+# processes that was begun anew without this one, it may not.
+MayCommit = Callable[[], str]
+
+
+def always() -> str:
+    """A `MayCommit` for whoever writes alone."""
+    return ""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """How steps are stored and proven.
@@ -41,6 +51,7 @@ class Options:
         verify: how much of a step is proven when it is restored.
         health: globs of the leaves that must be finite.
         memory_bytes: host memory that a save or a restore may take beyond the state.
+        may_commit: asked before a save begins, and just before it commits.
     """
 
     layout: ArrayLayout
@@ -49,6 +60,7 @@ class Options:
     verify: Verify
     health: str
     memory_bytes: int
+    may_commit: MayCommit = always
 
 
 def make_options(
@@ -59,6 +71,7 @@ def make_options(
     verify: str,
     health: str,
     memory_budget: str,
+    may_commit: MayCommit = always,
 ) -> Options:
     """Checks the settings of a manager; the arguments are those of the config.
 
@@ -75,6 +88,7 @@ def make_options(
         verify=_choice(Verify, verify, "checkpoint.verify"),
         health=health,
         memory_bytes=_memory_bytes(memory_budget),
+        may_commit=may_commit,
     )
 
 

@@ -43,6 +43,7 @@ from jaxft.checkpoint.array_handler import ArrayOptions, Order, make_registry
 from jaxft.checkpoint.gate import Gate
 from jaxft.checkpoint.leaf_links import Links
 from jaxft.checkpoint.manifest import Manifest
+from jaxft.checkpoint.options import MayCommit, always
 from jaxft.checkpoint.raw_chunks import RawChunks
 
 PyTree = Any
@@ -68,6 +69,7 @@ class _DurablePath(ocp.path.atomicity.AtomicRenameTemporaryPath):
     run_text: str
     gate: Gate
     seal: Seal | None = None
+    may_commit: MayCommit = staticmethod(always)
 
     def __init__(self, temporary_path: Path | None, final_path: Path, **options: Any):
         self._step_path = final_path
@@ -94,7 +96,9 @@ class _DurablePath(ocp.path.atomicity.AtomicRenameTemporaryPath):
         await asyncio.to_thread(self._add_items, sealed)
         if self.seal is not None:
             await asyncio.to_thread(self.seal, sealed)
-        await asyncio.to_thread(_commit, self._final_path, self._step_path)
+        await asyncio.to_thread(
+            _commit, self._final_path, self._step_path, self.may_commit
+        )
 
     def _add_items(self, sealed: pathlib.Path) -> None:
         """The run record, and what tells Orbax of the items that we write ourselves.
@@ -111,7 +115,7 @@ class _DurablePath(ocp.path.atomicity.AtomicRenameTemporaryPath):
         notes.write_text(json.dumps(content))
 
 
-def _commit(sealed: Path, step_path: Path) -> None:
+def _commit(sealed: Path, step_path: Path, may_commit: MayCommit) -> None:
     """Everything durable and read-only, then the name, then the name durable."""
     folders = list(os.walk(sealed, topdown=False))
     paths = [
@@ -123,6 +127,8 @@ def _commit(sealed: Path, step_path: Path) -> None:
         list(threads.map(durable.sync_folder, [folder for folder, _, _ in folders]))
     if os.path.lexists(step_path):
         raise FileExistsError(errno.EEXIST, "a step of this name is there", step_path)
+    if problem := may_commit():
+        raise PermissionError(errno.EPERM, problem, step_path)
     os.rename(sealed, step_path)
     durable.sync_folder(os.path.dirname(step_path))
 
@@ -244,6 +250,7 @@ def write_async(
     arrays: ArrayOptions | None = None,
     links: Links | None = None,
     seal: Seal | None = None,
+    may_commit: MayCommit = always,
     meanwhile: Callable[[], None] | None = None,
 ) -> Write:
     """Takes a step to be written; returns when the state may change or be donated.
@@ -263,6 +270,7 @@ def write_async(
         seal: called once, by the primary process, with the folder when all processes
             have written: what it adds is committed with the rest, and what it raises
             fails the save.
+        may_commit: asked by the primary process just before the commit.
         meanwhile: called in the background, beside the writing.
     """
     arrays = arrays or ArrayOptions()
@@ -270,6 +278,7 @@ def write_async(
     options: dict[str, Any] = {
         "run_text": json.dumps(dict(record)),
         "gate": order.gate,
+        "may_commit": staticmethod(may_commit),
     }
     if seal is not None:
         options["seal"] = staticmethod(seal)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import os
 import pathlib
@@ -160,8 +161,10 @@ class SavePlanner:
         Raises:
             ValueError: a newer step is there.
             FaultError: the root cannot be understood.
-            OSError: it cannot be read or changed.
+            OSError: it cannot be read or changed, or somebody else writes there.
         """
+        if problem := self._options.may_commit():
+            raise PermissionError(errno.EPERM, problem, self._root)
         found = decisions.discover(self._root)
         if found.abandoned:
             decisions.finish(self._root, emit=self._emit)
@@ -336,6 +339,7 @@ class SavePlanner:
                     arrays=one.arrays,
                     links=one.links,
                     seal=self._seal(one, path),
+                    may_commit=self._options.may_commit,
                     meanwhile=one.take_digests,
                 )
             finally:
