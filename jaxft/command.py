@@ -34,6 +34,7 @@ usage: python -m jaxft.main --config=FILE --workdir=FOLDER [--config.SECTION.FIE
   --workdir=FOLDER       checkpoints, events, lock and compile cache; the same command
                          goes on where an earlier one stopped
   --role=supervise|work  restart the worker when it dies (default), or run it alone
+  --num_processes=N      alone: starts all processes of a job on this machine
   --num_processes=N --process_index=I --coordinator=HOST:PORT
                          who this is, where neither Slurm nor Kubernetes says it
 

@@ -31,6 +31,7 @@ from jaxft.choices import (
 )
 from jaxft.safeguards import (
     DistributedConfig,
+    ElasticConfig,
     FaultsConfig,
     HangConfig,
     PreemptionConfig,
@@ -339,6 +340,7 @@ class Config(Section):
     supervisor: SupervisorConfig = setting(SupervisorConfig, "restarts")
     hang: HangConfig = setting(HangConfig, "hangs")
     distributed: DistributedConfig = setting(DistributedConfig, "several processes")
+    elastic: ElasticConfig = setting(ElasticConfig, "processes that are gone")
     rollback: RollbackConfig = setting(RollbackConfig, "bad steps")
     faults: FaultsConfig = setting(FaultsConfig, "faults on purpose")
     resume: ResumeConfig = setting(ResumeConfig, "resuming")

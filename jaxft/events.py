@@ -6,9 +6,9 @@ torn line at the end of its own file; the reader skips it.
 
 Every line has `kind`, `time` (seconds since the epoch), `mono` (seconds of a clock
 that is never set back, the same for all processes of a host from one boot to the
-next), `boot` (which one), `host`, `role` and `pid`, and the fields that `KINDS` lists
-for its kind. A reader must ignore what it does not know. Numbers that JSON does not
-have are text: "nan", "inf", "-inf".
+next), `boot` (which one), `host`, `role` and `pid`, of one of several processes also
+`process_index`, and the fields that `KINDS` lists for its kind. A reader must ignore
+what it does not know. Numbers that JSON does not have are text: "nan", "inf", "-inf".
 """
 
 from __future__ import annotations
@@ -58,6 +58,27 @@ KINDS: dict[str, dict[str, str]] = {
         "secs": "so far",
     },
     # the supervisor
+    # the supervisor of one of several
+    "generation": {
+        "number": "which launch of the job's workers",
+        "members": "names, by the index of their workers",
+        "num_configured": "processes that the job is meant to have",
+        "coordinator": "where they meet",
+        "attempt": "restarts before it",
+        "reason": "why it began",
+    },
+    "call_off": {
+        "number": "of the generation",
+        "member": "whose end it is; empty for none",
+        "reason": "why this worker is taken down",
+    },
+    "regroup": {"number": "of the generation", "returned": "who came back"},
+    "member_wait": {"absent": "names of those that are waited for"},
+    "elastic": {
+        "num_processes": "that go on",
+        "num_configured": "that the job is meant to have",
+        "num_microbatches": "parts that a batch is computed in",
+    },
     "suspended": {"secs": "that the run stood still by Ctrl-Z"},
     "supervisor_end": {"exit_code": "of the command", "reason": "one line"},
     # the worker
@@ -238,6 +259,7 @@ class EventLog:
     Args:
         folder: the run's `events` folder; made when the first event is written.
         role: `supervise`, `work` or `notebook`.
+        process_index: of several; then every line says so.
         tee: also called with each finished line (the worker's pipe).
         clock: seconds since the epoch.
         uptime: seconds that are never set back, the same for all of a host.
@@ -255,6 +277,7 @@ class EventLog:
         folder: str | os.PathLike[str],
         *,
         role: str,
+        process_index: int | None = None,
         tee: Callable[[str], None] | None = None,
         clock: Clock = time.time,
         uptime: Clock = time.monotonic,
@@ -268,6 +291,9 @@ class EventLog:
         self._problem = ""
         self._is_torn = False
         self._role = role
+        self._process = {}
+        if process_index is not None:
+            self._process["process_index"] = process_index
         self._tee = tee
         self._clock = clock
         self._uptime = uptime
@@ -304,6 +330,7 @@ class EventLog:
             "host": self._host,
             "role": self._role,
             "pid": os.getpid(),
+            **self._process,
         }
         line = _encode(record | fields)
         with self._lock:

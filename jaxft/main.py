@@ -11,6 +11,7 @@ supervisor. Exit codes are those of `jaxft.records.ExitCode`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 import pickle
@@ -45,7 +46,7 @@ if __name__ == "__main__":
 from jaxft import config as configs
 from jaxft import settings
 from jaxft.command import USAGE, Command, parse
-from jaxft.config import ConfigError
+from jaxft.config import Config, ConfigError
 from jaxft.events import Event, EventLog, parse_line
 from jaxft.faults.exceptions import fault_of
 from jaxft.faults.preemption import StopRequests, interrupt, parse_signals
@@ -55,7 +56,12 @@ from jaxft.limits import LearntTimes, TimeLimits, read_learnt, write_learnt
 from jaxft.metrics import writers
 from jaxft.metrics.report import Summary
 from jaxft.records import ALONE, ExitCode, Fault, FaultError, FaultKind, JobPlace
-from jaxft.recovery.launchers import Launcher, find_launcher
+from jaxft.recovery.council import member_name
+from jaxft.recovery.elastic import adapt, shape
+from jaxft.recovery.job_lock import JobLock
+from jaxft.recovery.job_supervisor import make_job_supervisor
+from jaxft.recovery.launchers import Launcher, find_launcher, is_local_job
+from jaxft.recovery.local_job import run_members
 from jaxft.recovery.supervisor import Launch, Outcome, Supervisor
 from jaxft.recovery.workdir import WorkdirLock, absolute, give_back_all
 from jaxft.recovery.worker_link import SupervisorLink
@@ -87,13 +93,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings.lock(configs.resolve(command.config))
         parse_signals(command.config.preemption.signals)
         TimeLimits.of(command.config)
-        launcher = _launcher(command)
+        if command.role == "supervise" and is_local_job(os.environ, **_flags(command)):
+            return run_members(
+                command.argv[1:],
+                num_processes=command.num_processes or 1,
+                config=command.config,
+                signals=parse_signals(command.config.preemption.signals),
+                write=_say_of_member,
+            )
+        launcher = find_launcher(os.environ, **_flags(command))
         if command.role == "work":
             return work(command, launcher=launcher)
-        if launcher.num_processes > 1:
-            who = f"{launcher.place} ({launcher.kind})"
-            problem = f"{who}: supervisors do not work together yet: add --role=work"
-            raise ConfigError("", problem)
         return supervise(command, launcher=launcher)
     except ConfigError as error:
         return _refuse(str(error), ExitCode.CONFIG)
@@ -116,14 +126,13 @@ def _find_factories_here() -> None:
         sys.path.insert(0, folder)
 
 
-def _launcher(command: Command) -> Launcher:
-    """Who started this process, as which of how many."""
-    return find_launcher(
-        os.environ,
-        num_processes=command.num_processes,
-        process_index=command.process_index,
-        coordinator=command.coordinator,
-    )
+def _flags(command: Command) -> dict[str, Any]:
+    """What the command line says of which process this is."""
+    return {
+        "num_processes": command.num_processes,
+        "process_index": command.process_index,
+        "coordinator": command.coordinator,
+    }
 
 
 def supervise(command: Command, *, launcher: Launcher) -> int:
@@ -140,38 +149,62 @@ def supervise(command: Command, *, launcher: Launcher) -> int:
         summary.take(event)
         account.hear(event)
 
+    def adapted(num_processes: int) -> Config:
+        """The config where so many of the job's processes are there."""
+        full = launcher.num_processes
+        return adapt(config, num_processes=num_processes, num_configured=full)
+
     def hear_own(line: str) -> None:
         if (event := parse_line(line)) is not None:
             hear(event)
 
     with (
-        WorkdirLock.acquire(command.workdir) as lock,
+        _lock(command, launcher) as lock,
         os.fdopen(os.memfd_create("jaxft-worker"), "wb", buffering=0) as memory,
     ):
 
         def make_argv(launch: Launch) -> list[str]:
             memory.truncate(0)
-            state = pickle.dumps((sys.path, command, launch, started))
+            index, here = launcher.index_of_several, launch.place.num_processes
+            fitting = adapted(here)
+            told = dataclasses.replace(command, config=fitting, process_index=index)
+            if here < launcher.num_processes:
+                log("elastic", **shape(fitting, here, of=launcher.num_processes))
+            state = pickle.dumps((sys.path, told, launch, started))
             os.pwrite(memory.fileno(), state, 0)
             # The words from before are for who reads a list of processes.
             words = [*command.argv[1:], "--role=work", f"--attempt={launch.attempt}"]
             handed_over = f"{_HANDED_OVER}{memory.fileno()}"
             return [sys.executable, "-m", "jaxft.main", *words, handed_over]
 
-        log = EventLog(lock.workdir / "events", role="supervise", tee=hear_own)
+        log = EventLog(
+            lock.workdir / "events",
+            role="supervise",
+            process_index=launcher.index_of_several,
+            tee=hear_own,
+        )
         log("launcher", **launcher.event())
-        outcome = Supervisor(
-            make_argv,
-            config=config.supervisor,
-            signals=parse_signals(config.preemption.signals),
-            grace_secs=config.preemption.grace_secs,
-            emit=log,
-            lock=lock,
-            more_fds=[memory.fileno()],
-            hear=hear,
-            tell=_say,
-            limits=TimeLimits.of(config) if config.hang.enabled else None,
-        ).run()
+        options: dict[str, Any] = {
+            "config": config.supervisor,
+            "signals": parse_signals(config.preemption.signals),
+            "grace_secs": config.preemption.grace_secs,
+            "emit": log,
+            "lock": lock,
+            "more_fds": [memory.fileno()],
+            "hear": hear,
+            "tell": _say,
+            "limits": TimeLimits.of(config) if config.hang.enabled else None,
+        }
+        if launcher.num_processes > 1:
+            supervisor = make_job_supervisor(
+                make_argv, config.elastic, launcher=launcher, adapt=adapted, **options
+            )
+        else:
+            supervisor = Supervisor(make_argv, **options)
+        outcome = supervisor.run()
+        if not supervisor.speaks:
+            lock.release(undo=not outcome.preflight_done)
+            return outcome.exit_code
         if not outcome.preflight_done:
             lock.release(undo=True)
             return _refuse(_refusal(outcome), outcome.exit_code)
@@ -181,6 +214,14 @@ def supervise(command: Command, *, launcher: Launcher) -> int:
             summary, log=log, workdir=lock.workdir, ending=ending, account=account
         )
     return outcome.exit_code
+
+
+def _lock(command: Command, launcher: Launcher) -> WorkdirLock:
+    """The right to write into the workdir, alone or with the others of the job."""
+    if launcher.num_processes == 1:
+        return WorkdirLock.acquire(command.workdir)
+    member = member_name(launcher.process_index)
+    return JobLock.join(command.workdir, job=launcher.identity, member=member)
 
 
 def _work_for_supervisor(fd: int) -> int:
@@ -197,7 +238,12 @@ def _work_for_supervisor(fd: int) -> int:
     )
     learnt = LearntTimes.from_json(launch.learnt)
     learnt.alarms.update(launch.alarms)
-    log = EventLog(absolute(command.workdir) / "events", role="work", tee=link.send)
+    log = EventLog(
+        absolute(command.workdir) / "events",
+        role="work",
+        process_index=command.process_index,
+        tee=link.send,
+    )
 
     def close(*_: object) -> None:
         if log.problem:  # The supervisor's own history may be whole.
@@ -229,7 +275,12 @@ def work(command: Command, *, launcher: Launcher) -> int:
         workdir, lock = absolute(command.workdir), None
         if place.is_primary:
             lock = stack.enter_context(WorkdirLock.acquire(command.workdir))
-        log = EventLog(workdir / "events", role="work", tee=summary.take_line)
+        log = EventLog(
+            workdir / "events",
+            role="work",
+            process_index=launcher.index_of_several,
+            tee=summary.take_line,
+        )
         log("launcher", **launcher.event())
 
         def close(fault: Fault | None, entered: bool) -> None:
@@ -404,6 +455,10 @@ def _refuse(problem: str, code: int) -> int:
 
 def _say(text: str) -> None:
     writers.say(f"jaxft: {text}", stream=sys.stderr)
+
+
+def _say_of_member(index: int, line: str, is_error: bool) -> None:
+    writers.say(f"[{index}] {line}", stream=sys.stderr if is_error else sys.stdout)
 
 
 def _flush() -> None:

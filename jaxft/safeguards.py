@@ -76,6 +76,21 @@ class DistributedConfig(Section):
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
+class ElasticConfig(Section):
+    """When some of the processes of a job are gone."""
+
+    host_lost_secs: float = positive(
+        30.0, "silence after which a process counts as lost", numbers=False
+    )
+    wait_secs: float = positive(
+        300.0, "how long those that are absent are waited for", numbers=False
+    )
+    min_processes: int = not_negative(
+        0, "then go on, if so many are there; 0: never without all", numbers=False
+    )
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
 class RollbackConfig(Section):
     """When steps are bad: back to an earlier checkpoint, without the bad batches."""
 

@@ -34,7 +34,7 @@ def _ignore(num_bytes: int) -> None:
 
 
 class History:
-    """The events of one folder.
+    """The events of one folder; of several processes those of the first.
 
     Args:
         folder: a workdir's `events`; a missing one is an empty history.
@@ -54,6 +54,10 @@ class History:
             for path in sorted(pathlib.Path(folder).glob("*.jsonl"))
             if (first := next(_events_of(path), None)) is not None
         ]
+        # Several processes live and die together: one tells it all, and the story of
+        # each of them is not the next part of that of the other.
+        teller = min((_process_index(first) for first, _ in found), default=0)
+        found = [item for item in found if _process_index(item[0]) == teller]
         self.num_bytes = sum(path.stat().st_size for _, path in found)
         # Whoever began first ties its boot to the time of day.
         found.sort(key=lambda item: item[0]["time"])
@@ -136,6 +140,11 @@ def _events_of(
                     yield event
     except (FileNotFoundError, IsADirectoryError):  # It was taken away meanwhile.
         return
+
+
+def _process_index(event: Event) -> int:
+    index = event.get("process_index")
+    return index if isinstance(index, int) else 0
 
 
 def _boot(event: Event) -> _Boot:

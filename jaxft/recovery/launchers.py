@@ -68,6 +68,18 @@ class Launcher:
             coordinator=self.coordinator,
         )
 
+    @property
+    def index_of_several(self) -> int | None:
+        """Its index where there are others; None for a process alone."""
+        return self.process_index if self.num_processes > 1 else None
+
+    @property
+    def identity(self) -> str:
+        """What tells the job from all others, the same for all its processes."""
+        return (
+            f"{self.num_processes} processes at {self.coordinator} {self.job}".strip()
+        )
+
     def event(self) -> dict[str, Any]:
         """The fields of the `launcher` event."""
         fields = dataclasses.asdict(self)
@@ -115,6 +127,27 @@ def find_launcher(
             "give --coordinator=HOST:PORT",
         )
     return found
+
+
+def is_local_job(
+    environ: Mapping[str, str],
+    *,
+    num_processes: int | None,
+    process_index: int | None,
+    coordinator: str,
+) -> bool:
+    """Whether the command is to start all processes of its job by itself, here.
+
+    Args:
+        environ: the process's environment.
+        num_processes: a flag; None when it was not given.
+        process_index: likewise.
+        coordinator: likewise; empty when it was not given.
+    """
+    names_nobody = process_index is None and not coordinator
+    is_started_by = "JOBSET_NAME" in environ or "JOB_COMPLETION_INDEX" in environ
+    is_started_by |= "SLURM_STEP_ID" in environ
+    return (num_processes or 1) > 1 and names_nobody and not is_started_by
 
 
 def first_host(nodes: str) -> str:

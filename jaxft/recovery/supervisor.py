@@ -15,18 +15,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
 import selectors
 import signal
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from jaxft.config import SupervisorConfig
 from jaxft.events import Event, EventLog
 from jaxft.limits import TimeLimits
-from jaxft.records import ExitCode, Fault, FaultKind
+from jaxft.records import ALONE, ExitCode, Fault, FaultKind
 from jaxft.recovery.policy import (
     Action,
     ActionKind,
@@ -34,6 +31,7 @@ from jaxft.recovery.policy import (
     RestartPolicy,
     WorkerExit,
 )
+from jaxft.recovery.signal_pipe import SignalPipe
 from jaxft.recovery.silence import HangWatch
 from jaxft.recovery.workdir import WorkdirLock
 from jaxft.recovery.worker_process import Launch, WorkerProcess
@@ -55,6 +53,7 @@ _BESIDE_A_STOP = (
     FaultKind.KILLED,
     FaultKind.EXCEPTION,
     FaultKind.HANG,
+    FaultKind.PEER_LOST,
 )
 
 
@@ -152,6 +151,8 @@ class Supervisor:
             workdir = None if lock is None else lock.workdir
             self._watch = HangWatch(limits, workdir=workdir, clock=clock)
         self._history: list[WorkerExit] = []
+        self._attempt = 0
+        self._place = ALONE
         self._committed_step = -1
         self._preflight_done = False
         self._lost_secs = 0.0
@@ -162,19 +163,25 @@ class Supervisor:
         self._look_at = -math.inf
         self._lock_problem = ""
 
+    @property
+    def speaks(self) -> bool:
+        """Whether people are told by this one how it ended."""
+        return True
+
     def run(self) -> Outcome:
         """Blocks until the run is over; call it once, in the main thread.
 
         (In another thread it works too, but then nobody listens to signals, and a
         worker dies with the thread that started it.)
         """
-        with _SignalPipe(self._signals) as pipe, contextlib.ExitStack() as stack:
+        with SignalPipe(self._signals) as pipe, contextlib.ExitStack() as stack:
             selector = stack.enter_context(selectors.DefaultSelector())
             selector.register(pipe.read_fd, selectors.EVENT_READ, pipe)
             cache = CacheMode.KEEP
             while True:
                 ended = self._run_worker(selector, pipe, cache=cache)
                 self._history.append(ended)
+                self._attempt += 1
                 action = self._decide()
                 if action.kind is not ActionKind.RESTART:
                     return self._finish(action)
@@ -184,7 +191,7 @@ class Supervisor:
                 cache = action.cache
 
     def _run_worker(
-        self, selector: selectors.BaseSelector, pipe: _SignalPipe, *, cache: CacheMode
+        self, selector: selectors.BaseSelector, pipe: SignalPipe, *, cache: CacheMode
     ) -> WorkerExit:
         try:
             worker = self._start(cache)
@@ -194,7 +201,7 @@ class Supervisor:
                 kind=FaultKind.KILLED, status=1, evidence=problem, cache=cache
             )
         pid = worker.process.pid
-        self._emit("launch", worker_pid=pid, attempt=len(self._history), cache=cache)
+        self._emit("launch", worker_pid=pid, attempt=self._attempt, cache=cache)
         selector.register(worker.event_fd, selectors.EVENT_READ, worker)
         listening = True
         while not worker.is_dead():
@@ -247,7 +254,8 @@ class Supervisor:
         try:
             return WorkerProcess(
                 self._make_argv,
-                attempt=len(self._history),
+                attempt=self._attempt,
+                place=self._place,
                 lock_fds=self._lock.filenos() if self._lock else (),
                 more_fds=self._more_fds,
                 cache=cache,
@@ -278,7 +286,7 @@ class Supervisor:
         self._preflight_done = True
         self._emit.open()
 
-    def _take_signals(self, pipe: _SignalPipe, worker: WorkerProcess | None) -> None:
+    def _take_signals(self, pipe: SignalPipe, worker: WorkerProcess | None) -> None:
         for number in pipe.read():
             if number == signal.SIGTSTP:
                 began = self._clock()
@@ -353,7 +361,7 @@ class Supervisor:
         return f"stopped by {self._stop_reason}, {left_on}: {last.summary}"
 
     def _pause(
-        self, secs: float, selector: selectors.BaseSelector, pipe: _SignalPipe
+        self, secs: float, selector: selectors.BaseSelector, pipe: SignalPipe
     ) -> bool:
         """Waits; True as soon as the run is asked to stop."""
         until = self._clock() + secs
@@ -403,49 +411,3 @@ def _suspend(worker: WorkerProcess | None) -> None:
     signal.signal(signal.SIGTSTP, earlier)
     if worker is not None:
         worker.go_on()
-
-
-class _SignalPipe:
-    """Stop signals and Ctrl-Z as bytes in a pipe, which a selector can wait for."""
-
-    def __init__(self, signals: Sequence[signal.Signals]):
-        # As nohup, jobs in the background and shells have it: what is ignored stays so.
-        self._signals = [
-            number
-            for number in (*signals, signal.SIGTSTP)
-            if signal.getsignal(number) is not signal.SIG_IGN
-        ]
-        self._earlier: dict[int, Any] = {}
-        self._earlier_fd = -1
-
-    def __enter__(self) -> _SignalPipe:
-        self.read_fd, self._write_fd = os.pipe()
-        os.set_blocking(self.read_fd, False)
-        os.set_blocking(self._write_fd, False)
-        if threading.current_thread() is threading.main_thread():
-            self._earlier_fd = signal.set_wakeup_fd(
-                self._write_fd, warn_on_full_buffer=False
-            )
-            for number in self._signals:
-                self._earlier[number] = signal.signal(number, _wake)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in self._earlier.items():
-                if handler is not None:  # Not set from Python: it cannot come back.
-                    signal.signal(number, handler)
-            signal.set_wakeup_fd(self._earlier_fd)
-        os.close(self.read_fd)
-        os.close(self._write_fd)
-
-    def read(self) -> list[int]:
-        """The signals that came since the last call, in order."""
-        try:
-            return [n for n in os.read(self.read_fd, 4096) if n in self._signals]
-        except BlockingIOError:
-            return []
-
-
-def _wake(number: int, frame: object) -> None:
-    """Nothing to do: the number is in the pipe already."""

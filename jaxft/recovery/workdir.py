@@ -34,7 +34,7 @@ TAKEOVER_SECS = 10.0
 NAMING_SECS = 1.0
 # A killed owner looks alive until the kernel comes to it.
 DYING_SECS = 0.3
-_RETRY_SECS = 0.02
+RETRY_SECS = 0.02
 _PF_EXITING = 0x4  # In the flags of /proc/<pid>/stat, see proc(5).
 
 
@@ -76,22 +76,31 @@ class WorkdirLock:
                 where the workdir is unusable. In both cases all is as it was.
         """
         lock = cls(absolute(workdir))
-        _held.add(lock)
+        lock._wait(takeover_secs=takeover_secs, clock=clock, sleep=sleep)
+        return lock
+
+    def _wait(
+        self,
+        *,
+        takeover_secs: float,
+        clock: Callable[[], float],
+        sleep: Callable[[float], None],
+    ) -> None:
+        _held.add(self)
         try:
             start = clock()
-            while not lock._take():
-                owner = lock._owner()
+            while not self._take():
+                owner = self._owner()
                 patience = _patience(owner, takeover_secs=takeover_secs)
                 if clock() - start >= patience:
-                    raise _in_use(lock.workdir, owner)
-                sleep(_RETRY_SECS)
+                    raise _in_use(self.workdir, owner)
+                sleep(RETRY_SECS)
         except OSError as error:
-            lock.release(undo=True)
-            raise _unusable(lock.workdir, error.strerror or str(error)) from error
+            self.release(undo=True)
+            raise _unusable(self.workdir, error.strerror or str(error)) from error
         except BaseException:
-            lock.release(undo=True)
+            self.release(undo=True)
             raise
-        return lock
 
     @property
     def path(self) -> pathlib.Path:
@@ -180,7 +189,7 @@ class WorkdirLock:
             # At once: a signal may come between any two lines where another thread
             # has taken it, and what is not known to be held is never given back.
             self._fd = fd
-            self._folder_fd = _lock_folder(self.workdir)
+            self._folder_fd = lock_folder(self.workdir)
             # The file that was opened may have been removed by a start that was
             # refused; a lock on it would keep nobody out.
             if not _is_same_file(fd, self.path):
@@ -204,13 +213,15 @@ class WorkdirLock:
     def _write_owner(self) -> None:
         if self.path not in self._made:
             self._text_before = os.pread(self._fd, 1 << 16, 0)
-        owner = {
+        self._write(json.dumps(self._owner_fields()).encode() + b"\n")
+
+    def _owner_fields(self) -> dict[str, Any]:
+        return {
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "command": shlex.join(sys.orig_argv),
             "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         }
-        self._write(json.dumps(owner).encode() + b"\n")
 
     def _write(self, text: bytes) -> None:
         os.pwrite(self._fd, text, 0)
@@ -285,11 +296,24 @@ def is_in_use(workdir: str | os.PathLike[str]) -> bool:
         return False
     try:
         # A start that comes at this very moment tries again.
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno == errno.EBADF:  # NFS: who does not write cannot ask for this.
+            return _is_locked(fd)
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return True
+        raise
+    finally:
+        os.close(fd)
+    return False
+
+
+def _is_locked(fd: int) -> bool:
+    """Whether somebody has the lock for himself; one that is shared is not seen."""
+    try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    finally:
-        os.close(fd)
     return False
 
 
@@ -321,15 +345,19 @@ def _leads_elsewhere(path: pathlib.Path, fd: int) -> bool:
         return False  # A file system that does not answer well says nothing.
 
 
-def _lock_folder(folder: pathlib.Path) -> int:
+def lock_folder(folder: pathlib.Path, how: int = fcntl.LOCK_EX) -> int:
     """A descriptor that holds the folder's own lock; -1 where there is no such thing.
+
+    Args:
+        folder: that is locked.
+        how: alone, or together with others.
 
     Raises:
         OSError: somebody else holds it.
     """
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
     except OSError as error:
         os.close(fd)
         if error.errno == errno.EAGAIN:

@@ -75,6 +75,7 @@ class WorkerProcess:
         more_fds: others that it inherits.
         cache: how it must use the compile cache.
         committed_step: newest step that is known to be committed; -1 for none.
+        place: which process of its job it is.
         env: its environment; None for this process's own.
         hear: is given each of its events.
         watch: for hangs; None to look for none.
@@ -95,6 +96,7 @@ class WorkerProcess:
         env: Mapping[str, str] | None,
         hear: Callable[[events.Event], None],
         watch: HangWatch | None = None,
+        place: JobPlace = ALONE,
     ):
         # In memory: it takes stacks before there is a workdir, and on a full disk.
         self._stacks_fd = -1 if watch is None else os.memfd_create("jaxft-stacks")
@@ -110,6 +112,7 @@ class WorkerProcess:
             lock_fds=tuple(lock_fds),
             cache=cache,
             committed_step=committed_step,
+            place=place,
             stacks_fd=self._stacks_fd,
             learnt={} if watch is None else watch.learnt.to_json(),
             alarms={} if watch is None else dict(watch.learnt.alarms),

@@ -201,6 +201,12 @@ def _is_alive(pid: int, workdir: pathlib.Path) -> bool:
 
 
 @pytest.fixture(scope="session")
+def command_class() -> type[Command]:
+    """For commands that several tests share."""
+    return Command
+
+
+@pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Command]:
     """Runs that nothing happened to, one for each choice of settings."""
     runs: dict[str, Command] = {}

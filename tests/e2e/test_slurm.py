@@ -146,27 +146,24 @@ def test_what_only_a_person_can_mend_is_not_put_back(
     assert "exit 78: not put back" in run.workdir.with_suffix(".out").read_text()
 
 
-def test_several_tasks_are_refused_and_one_just_works(
+def test_several_tasks_are_one_job(
     slurm: Slurm, command: Callable[..., Any], clean_environment: dict[str, str]
 ) -> None:
     run = command("run", train__num_steps=3)
     run.warm()
-    for count, code in (("2", 78), ("1", 0)):
-        done = subprocess.run(
-            ["srun", "--overcommit", "-n", count, *run.argv()],
-            env=clean_environment | slurm.env,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == code, done.stderr
-        said = "several processes are not built yet" in done.stderr
-        assert said == (code == 78)
-        assert bool(run.events()) == (code == 0)
-    (launcher,) = run.events("launcher")
-    assert (launcher["name"], launcher["num_processes"]) == ("slurm", 1)
-    assert launcher["job"].isdigit()
+    done = subprocess.run(
+        ["srun", "--overcommit", "-n", "2", *run.argv()],
+        env=clean_environment | slurm.env,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    launchers = run.events("launcher")
+    assert {event["process_index"] for event in launchers} == {0, 1}
+    assert {event["name"] for event in launchers} == {"slurm"}
+    assert all(event["job"].isdigit() for event in launchers)
 
 
 @pytest.mark.slow

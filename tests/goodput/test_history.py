@@ -61,6 +61,18 @@ def test_files_are_merged_by_time(tmp_path: pathlib.Path) -> None:
     assert history.now(clock=lambda: 7.0, uptime=clocks.uptime) == 1_000_023.0
 
 
+def test_of_several_processes_the_first_tells(tmp_path: pathlib.Path) -> None:
+    for index, letter in ((2, "c"), (1, "b"), (1, "a")):
+        log = EventLog(tmp_path, role=letter, process_index=index)
+        log("phase", name=letter)
+        log.open()
+    assert sorted(names(History(tmp_path))) == ["a", "b"]
+    log = EventLog(tmp_path, role="work")  # Alone: it is process 0.
+    log("phase", name="d")
+    log.open()
+    assert names(History(tmp_path)) == ["d"]
+
+
 @pytest.mark.parametrize("secs", [-3600.0, -1.0, 5.0, 86400.0 * 365])
 def test_a_clock_that_is_set_changes_nothing(
     tmp_path: pathlib.Path, secs: float

@@ -19,6 +19,7 @@ from jaxft.recovery.launchers import (
     LauncherKind,
     find_launcher,
     first_host,
+    is_local_job,
 )
 
 REPO = pathlib.Path(__file__).parents[2]
@@ -188,11 +189,12 @@ def test_the_event_has_its_fields():
     assert KINDS["launcher"].keys() == find_launcher(STEP).event().keys()
 
 
-def test_one_of_several_is_refused_before_anything_is_written(tmp_path):
+def test_one_of_several_alone_says_who_did_not_come(tmp_path):
     done = subprocess.run(
         [
             *(sys.executable, "-m", "jaxft.main", f"--workdir={tmp_path}/run"),
             f"--config={REPO}/configs/tiny_lm.py",
+            "--config.elastic.wait_secs=0.5",
         ],
         env=os.environ | STEP | {"PYTHONPATH": str(REPO)},
         capture_output=True,
@@ -200,8 +202,25 @@ def test_one_of_several_is_refused_before_anything_is_written(tmp_path):
         timeout=60,
         check=False,
     )
-    assert done.returncode == 78
+    assert done.returncode == 69
     assert done.stderr.count("\n") == 1
-    assert "supervisors do not work together yet" in done.stderr
-    assert "process 2 of 3 (slurm)" in done.stderr
-    assert not (tmp_path / "run").exists()
+    assert "process-0, process-1 did not come within 0.5 s" in done.stderr
+    assert not (tmp_path / "run" / "events").exists()
+
+
+def test_who_starts_its_job_by_itself():
+    flags = {"process_index": None, "coordinator": ""}
+    assert is_local_job({}, num_processes=2, **flags)
+    assert is_local_job(BATCH, num_processes=2, **flags)
+    assert not is_local_job({}, num_processes=1, **flags)
+    assert not is_local_job({}, num_processes=None, **flags)
+    assert not is_local_job({}, num_processes=2, process_index=0, coordinator="h:1")
+    assert not is_local_job(STEP, num_processes=2, **flags)
+    assert not is_local_job(POD, num_processes=2, **flags)
+
+
+def test_the_processes_of_a_job_have_one_identity():
+    one = find_launcher(STEP)
+    other = find_launcher(STEP | {"SLURM_PROCID": "0"})
+    assert one.identity == other.identity
+    assert one.identity != find_launcher(STEP | {"SLURM_JOB_ID": "78"}).identity

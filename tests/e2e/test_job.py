@@ -1,0 +1,341 @@
+"""Jobs of several processes: whatever is killed, the same numbers at the end."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from jaxft.process_state import process_state
+from jaxft.recovery.generations import Generation, Generations
+
+pytestmark = pytest.mark.timeout(360)
+
+NUM_STEPS = 40
+# Who is killed, and when: at a step, or inside the save of that step.
+SAMPLE = [("worker", 0, 17)]
+MORE = [
+    ("worker", 1, 17),
+    ("supervisor", 1, 13),
+    ("supervisor", 0, 23),
+    ("worker", 0, -20),
+    ("worker", 1, -20),
+]
+NUM_RANDOM = 24
+
+
+class Job:
+    """A command that starts all processes of its job, and a look into it."""
+
+    def __init__(self, run: Any, num_processes: int):
+        self.run = run
+        self.words = [f"--num_processes={num_processes}"]
+
+    def start(self) -> None:
+        self.run.start(*self.words)
+
+    def finish(self) -> tuple[int, str, str]:
+        return self.run.finish(timeout_secs=240)
+
+    def supervisors(self) -> dict[int, int]:
+        """Process index -> process id, of the newest each."""
+        events = self.run.events("launcher")
+        return {event["process_index"]: event["pid"] for event in events}
+
+    def workers(self) -> dict[int, int]:
+        """The same of the workers."""
+        launches = {e["pid"]: e["worker_pid"] for e in self.run.events("launch")}
+        pids = self.supervisors()
+        return {i: launches[pid] for i, pid in pids.items() if pid in launches}
+
+    def pid(self, who: str, index: int) -> int:
+        return (self.supervisors() if who == "supervisor" else self.workers())[index]
+
+    def wait_for_step(self, step: int) -> None:
+        self.run.wait_for(
+            lambda: any(e["step"] >= step for e in self.run.events("step")),
+            timeout_secs=150,
+        )
+
+    def wait_for_save(self, step: int) -> None:
+        """Until what an unfinished save of that step writes is there."""
+        root = self.run.workdir / "checkpoints"
+        self.run.wait_for(
+            lambda: list(root.glob(f"{step}*")) if root.is_dir() else [],
+            timeout_secs=150,
+        )
+
+    def kill(self, who: str, index: int) -> float:
+        """Seconds until all workers that lived are dead."""
+        living = self.workers().values()
+        began = time.monotonic()
+        os.kill(self.pid(who, index), signal.SIGKILL)
+        while any(is_alive(pid) for pid in living):
+            assert time.monotonic() - began < 60
+            time.sleep(0.01)
+        return time.monotonic() - began
+
+    def generations(self) -> list[Generation]:
+        files = Generations(self.run.workdir)
+        found = [files.read(n) for n in range(1, files.newest_number() + 1)]
+        assert None not in found
+        return [generation for generation in found if generation is not None]
+
+
+def is_alive(pid: int) -> bool:
+    return process_state(pid).letter not in "?ZX"
+
+
+@pytest.fixture
+def job(command: Callable[..., Any]) -> Callable[..., Job]:
+    def make(name: str = "run", *, num_processes: int = 2, **settings: Any) -> Job:
+        settings = {"train__num_steps": NUM_STEPS} | settings
+        return Job(command(name, **settings), num_processes)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def reference(
+    tmp_path_factory: pytest.TempPathFactory, command_class: Any
+) -> Callable[[int], Job]:
+    """A job that nothing happened to, of so many processes."""
+    made: dict[int, Job] = {}
+
+    def get(num_processes: int) -> Job:
+        if num_processes not in made:
+            workdir = tmp_path_factory.mktemp("reference") / "run"
+            settings = {"train.num_steps": NUM_STEPS}
+            one = Job(command_class(workdir, settings, cold=False), num_processes)
+            one.start()
+            code, _, err = one.finish()
+            assert code == 0, err
+            one.run.keep_programs()
+            made[num_processes] = one
+        return made[num_processes]
+
+    return get
+
+
+def check_same(one: Job, other: Job) -> None:
+    assert one.run.state(NUM_STEPS) == other.run.state(NUM_STEPS)
+    ours, theirs = one.run.losses(), other.run.losses()
+    assert sorted(theirs) == list(range(1, NUM_STEPS + 1))
+    assert ours == theirs
+
+
+def break_it(job: Job, who: str, index: int, when: int) -> None:
+    job.start()
+    job.wait_for_save(-when) if when < 0 else job.wait_for_step(when)
+    down_secs = job.kill(who, index)
+    code, out, err = job.finish()
+    assert code == 0, err
+    assert down_secs < 3.0
+    assert "run          finished" in out
+    first, *others = job.generations()
+    assert len(others) == 1, [one.reason for one in others]
+    assert [seat.name for seat in others[0].members] == ["process-0", "process-1"]
+    assert others[0].attempt == 1
+    assert others[0].coordinator != first.coordinator
+    cause = "SIGKILL" if who == "worker" else "ended together with its supervisor"
+    assert cause in others[0].reason
+
+
+@pytest.mark.parametrize(("who", "index", "when"), SAMPLE)
+def test_a_kill_changes_no_number(
+    job: Any, reference: Any, who: str, index: int, when: int
+) -> None:
+    one = job()
+    break_it(one, who, index, when)
+    check_same(one, reference(2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("who", "index", "when"), MORE)
+def test_kills_of_each_and_inside_saves(
+    job: Any, reference: Any, who: str, index: int, when: int
+) -> None:
+    one = job()
+    break_it(one, who, index, when)
+    check_same(one, reference(2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(NUM_RANDOM // 4))
+def test_random_kills(job: Any, reference: Any, seed: int) -> None:
+    rng = random.Random(seed)
+    one = job(elastic__host_lost_secs=10.0)
+    one.start()
+    for when in sorted(rng.sample(range(2, NUM_STEPS - 2), 4)):
+        one.wait_for_step(when)
+        who = rng.choice(["worker", "worker", "supervisor"])
+        assert one.kill(who, rng.randrange(2)) < 3.0
+    code, _, err = one.finish()
+    assert code == 0, err
+    check_same(one, reference(2))
+
+
+@pytest.mark.slow
+def test_four_processes(job: Any, reference: Any) -> None:
+    one = job(num_processes=4)
+    one.start()
+    one.wait_for_step(15)
+    assert one.kill("worker", 2) < 3.0
+    one.wait_for_step(25)
+    assert one.kill("worker", 0) < 3.0
+    code, _, err = one.finish()
+    assert code == 0, err
+    check_same(one, reference(4))
+
+
+@pytest.mark.slow
+def test_a_stopped_worker_hangs_the_job_for_a_while(job: Any, reference: Any) -> None:
+    one = job(hang__min_secs=4.0, hang__factor=2.0, hang__margin_secs=2.0)
+    one.start()
+    one.wait_for_step(25)
+    os.kill(one.pid("worker", 1), signal.SIGSTOP)
+    code, _, err = one.finish()
+    assert code == 0, err
+    reasons = [generation.reason for generation in one.generations()]
+    assert len(reasons) == 2
+    assert "no progress" in reasons[1], reasons
+    check_same(one, reference(2))
+
+
+@pytest.mark.slow
+def test_a_stop_is_one_for_all(job: Any, reference: Any) -> None:
+    one = job()
+    one.start()
+    one.wait_for_step(13)
+    os.kill(one.pid("supervisor", 1), signal.SIGTERM)
+    code, out, err = one.finish()
+    assert code == 75, err
+    assert "the same command goes on from here (exit 75)" in out
+    ends = [e["step"] for e in one.run.events("end")]
+    assert len(ends) == 2
+    assert len(set(ends)) == 1
+    one.start()
+    code, _, err = one.finish()
+    assert code == 0, err
+    second = one.generations()[1]
+    assert (second.number, second.attempt) == (2, 0)
+    check_same(one, reference(2))
+
+
+@pytest.mark.slow
+def test_members_that_do_not_see_each_other_for_a_while(
+    job: Any, reference: Any
+) -> None:
+    one = job(elastic__host_lost_secs=4.0, hang__enabled=False)
+    one.start()
+    one.wait_for_step(12)
+    folder = one.run.workdir / "members"
+    away = folder.with_name("away")
+    # Nobody's beats can be read; its workers go on stepping, and nothing is lost.
+    folder.rename(away)
+    folder.write_text("in the way")
+    one.wait_for_step(NUM_STEPS - 5)
+    folder.unlink()
+    away.rename(folder)
+    code, _, err = one.finish()
+    assert code == 0, err
+    assert len(one.generations()) == 1
+    check_same(one, reference(2))
+
+
+@pytest.mark.slow
+def test_a_wrong_setting_is_told_once(job: Any) -> None:
+    one = job(model__num_heads=5)
+    one.start()
+    code, _, err = one.finish()
+    assert code == 78
+    lines = [line for line in err.splitlines() if "num_heads" in line]
+    assert len(lines) == 1, err
+    assert len(one.generations()) == 1
+
+
+@pytest.mark.slow
+def test_a_second_job_is_refused(job: Any) -> None:
+    one = job()
+    one.start()
+    one.wait_for_step(2)
+    other = job()
+    other.start()
+    code, _, err = other.finish()
+    assert code == 73
+    assert "is in use by process" in err
+    code, _, err = one.finish()
+    assert code == 0, err
+
+
+class Hosts:
+    """The members of a job, each a command of its own, as on hosts of their own."""
+
+    def __init__(self, make: Callable[..., Any], name: str, **settings: Any):
+        self.coordinator = f"127.0.0.1:{random.randrange(20_000, 30_000)}"
+        self.commands = [make(name, **settings) for _ in range(2)]
+
+    def start(self, index: int) -> None:
+        self.commands[index].start(
+            "--num_processes=2",
+            f"--process_index={index}",
+            f"--coordinator={self.coordinator}",
+        )
+
+    def kill(self, index: int) -> None:
+        process = self.commands[index].process
+        process.kill()
+        process.communicate()
+
+    def finish(self) -> None:
+        for command in self.commands:
+            code, _, err = command.finish(timeout_secs=240)
+            assert code == 0, err
+
+
+@pytest.mark.slow
+def test_fewer_and_all_again(command: Callable[..., Any]) -> None:
+    """A host that is gone for a while: same order, same losses within rounding."""
+    steps = 1500
+    settings = {
+        "train__num_steps": steps,
+        "checkpoint__save": "steps(50)",
+        "elastic__min_processes": 1,
+        "elastic__wait_secs": 1.0,
+        "elastic__host_lost_secs": 4.0,
+    }
+    plain = Hosts(command, "plain", **settings)
+    for index in (0, 1):
+        plain.start(index)
+    plain.finish()
+    broken = Hosts(command, "broken", **settings)
+    for index in (0, 1):
+        broken.start(index)
+    run = broken.commands[0]
+    run.wait_for(lambda: run.events("step")[59:], timeout_secs=150)
+    broken.kill(1)
+    (shrunk,) = run.wait_for(lambda: run.events("elastic"), timeout_secs=60)
+    assert (shrunk["num_processes"], shrunk["num_configured"]) == (1, 2)
+    assert shrunk["num_microbatches"] == 2
+    broken.start(1)
+    broken.finish()
+    files = Generations(run.workdir)
+    found = [files.read(n) for n in range(1, files.newest_number() + 1)]
+    assert [len(generation.members) for generation in found] == [2, 1, 2]
+    assert found[2].reason == "process-1 came back"
+    assert len(run.events("regroup")) == 1
+    losses = [losses_of(one.commands[0]) for one in (plain, broken)]
+    assert sorted(losses[1]) == list(range(1, steps + 1))
+    for step, loss in losses[0].items():
+        # Rounding grows with the steps that it goes through.
+        assert losses[1][step] == pytest.approx(loss, rel=3e-6 if step < 100 else 1e-3)
+
+
+def losses_of(run: Any) -> dict[int, float]:
+    """Step -> loss as it was computed last."""
+    return {event["step"]: event["metrics"]["loss"] for event in run.events("step")}
