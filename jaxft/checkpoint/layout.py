@@ -192,9 +192,9 @@ def _sort(root: str, names: Sequence[str]) -> tuple[Discovery, bool]:
     committed, foreign, unfinished, set_aside = [], [], [], []
     is_steady = True
     for name in names:
-        path = os.path.join(root, name)
+        path = f"{root}/{name}"
         if _STEP.fullmatch(name):
-            info = _look(path)
+            info = _look(path, int(name))
             if isinstance(info, records.CheckpointInfo):
                 committed.append(info)
             elif f"{name}{SEALED}" in names and _is_copy(path, f"{path}{SEALED}"):
@@ -228,11 +228,11 @@ def _is_copy(path: str, sealed: str) -> bool:
     return True
 
 
-def _look(path: str) -> records.CheckpointInfo | str:
+def _look(path: str, step: int) -> records.CheckpointInfo | str:
     """Facts of a step folder, or why a folder with a step's name is none."""
     changed = 0.0
     try:
-        changed = os.stat(os.path.join(path, RUN_ITEM)).st_mtime
+        changed = os.stat(f"{path}/{RUN_ITEM}").st_mtime
     except FileNotFoundError:
         if not _had_run_item(path):
             return f"it has no {RUN_ITEM} folder"
@@ -240,9 +240,7 @@ def _look(path: str) -> records.CheckpointInfo | str:
         return "not a folder"
     except OSError:
         pass  # It is there and cannot be read: that is for the reader to tell.
-    return records.CheckpointInfo(
-        step=int(os.path.basename(path)), path=path, commit_secs=changed
-    )
+    return records.CheckpointInfo(step=step, path=path, commit_secs=changed)
 
 
 def _had_run_item(path: str) -> bool:

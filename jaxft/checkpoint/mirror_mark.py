@@ -251,7 +251,7 @@ def identify(step_path: str) -> str:
     return _identify(file, stat.st_ino, stat.st_mtime_ns, stat.st_size)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=2**17)  # All steps are asked in turn.
 def _identify(file: str, *stat: int) -> str:
     del stat  # Another file under the same name is read anew.
     return step_files.file_sha256(file)

@@ -121,7 +121,9 @@ def retain(
 
 # --- what is asked about a step -------------------------------------------------
 
-# Each once: another step under the same name has another time, and is read anew.
+# Each once: another step under the same name has another time, and is read anew. All
+# steps are asked in turn, so that what holds less than all of them holds nothing.
+_MANY_STEPS = 2**17
 
 
 def _with_metrics(info: records.CheckpointInfo) -> records.CheckpointInfo:
@@ -132,7 +134,7 @@ def _with_metrics(info: records.CheckpointInfo) -> records.CheckpointInfo:
     return dataclasses.replace(info, metrics=metrics)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=_MANY_STEPS)
 def _read_metrics(path: str, commit_secs: float) -> dict[str, float]:
     del commit_secs
     return run_record.read_record(path)["metrics"]
@@ -148,10 +150,12 @@ def _with_health(info: records.CheckpointInfo) -> records.CheckpointInfo:
         healthy = _read_health(info.path, info.commit_secs)
     except _NO_MANIFEST:
         return info  # nothing is known against it; a restore judges it
+    if healthy == info.healthy:
+        return info
     return dataclasses.replace(info, healthy=healthy)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=_MANY_STEPS)
 def _read_health(path: str, commit_secs: float) -> bool:
     del commit_secs
     # All steps are asked after a restart, beside training, and a manifest of thousands

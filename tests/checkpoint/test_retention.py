@@ -2,6 +2,7 @@
 
 import collections
 import os
+import pathlib
 import re
 import shutil
 import signal
@@ -230,3 +231,30 @@ def test_a_metric_that_nobody_has_is_told_once():
     watch.look(20, {"loss": 1.0})
     known = ["accuracy", "loss"]
     assert events == [("metric_missing", {"step": 10, "metric": "los", "known": known})]
+
+
+def test_of_thousands_of_steps_each_is_asked_once(tmp_path, monkeypatch):
+    """Retention runs after every save: no step's file is read again by the next."""
+    file = f"{layout.MANIFEST_ITEM}/{manifest.MANIFEST_FILE}"
+    for step in range(5000):
+        for folder in (layout.RUN_ITEM, layout.MANIFEST_ITEM):
+            (tmp_path / str(step) / folder).mkdir(parents=True)
+        (tmp_path / str(step) / file).write_text('{"healthy":true}')
+    opened = collections.Counter()
+    read = pathlib.Path.read_bytes
+
+    def count(path):
+        opened[path.parent.parent.name] += 1
+        return read(path)
+
+    monkeypatch.setattr(pathlib.Path, "read_bytes", count)
+    for _ in range(2):
+        retention.retain(
+            str(tmp_path),
+            keep=policies.parse_keep("every(1)"),
+            committed=4999,
+            in_flight=None,
+            emit=records.ignore_event,
+        )
+    assert len(opened) == 5000
+    assert set(opened.values()) == {1}
