@@ -22,7 +22,7 @@ import numpy as np
 import optax
 
 from jaxft import settings
-from jaxft.checkpoint import policies
+from jaxft.checkpoint import host_memory, policies
 from jaxft.checkpoint.manager import CheckpointManager
 from jaxft.checkpoint.options import MayCommit, always
 from jaxft.config import Config, ConfigError
@@ -61,7 +61,7 @@ class Parts:
     Attributes:
         config: resolved and locked.
         train_step: see `jaxft.train.step.TrainStep`; it knows the mesh and the state.
-        eval_step: jitted (state, batch) -> sums.
+        eval_step: jitted (state, batch) -> sums, or what stands for it.
         iterator: local host batches in order, with a position.
         heldout: local host batches for evaluation.
         example: a local host batch of zeros, to compile for.
@@ -73,7 +73,7 @@ class Parts:
 
     config: Config
     train_step: TrainStep
-    eval_step: jax.stages.Wrapped
+    eval_step: Any
     iterator: BatchIterator
     heldout: Sequence[HostBatch]
     example: HostBatch
@@ -131,6 +131,7 @@ def build(
     model = _poisonable(_model(config, example=batch_shapes), faults)
     step = _train_step(model, config, mesh=mesh)
     metrics = _check_loss(model, config, state=step.abstract_state, batch=batch_shapes)
+    step.check_memory(_memory_of_device(mesh))
     rows = local_rows(step.batch_sharding, config.data.global_batch)
     pipeline = _checked(
         "data.factory",
@@ -140,9 +141,7 @@ def build(
     parts = {
         "config": config,
         "train_step": step,
-        "eval_step": make_eval_step(
-            model.loss, precision=config.precision, batch_sharding=step.batch_sharding
-        ),
+        "eval_step": _eval_step(model, config, step=step),
         "heldout": _heldout(sources, config, rows=rows),
         "example": {
             name: np.zeros((len(rows), *x.shape), x.dtype) for name, x in row.items()
@@ -308,6 +307,25 @@ def _train_step(model: Model, config: Config, *, mesh: jax.sharding.Mesh) -> Tra
     )
 
 
+def _eval_step(model: Model, config: Config, *, step: TrainStep) -> Any:
+    return make_eval_step(
+        model.loss,
+        precision=config.precision,
+        batch_sharding=step.batch_sharding,
+        virtual_shards=config.train.virtual_shards,
+    )
+
+
+def _memory_of_device(mesh: jax.sharding.Mesh) -> int | None:
+    """Free bytes of a device of this process; those on a CPU share the host's."""
+    local = mesh.local_devices
+    if stats := local[0].memory_stats():
+        limit = stats.get("bytes_limit")
+        return None if limit is None else limit - stats.get("bytes_in_use", 0)
+    available = host_memory.available_bytes()
+    return None if available is None else available // len(local)
+
+
 def _check_loss(
     model: Model, config: Config, *, state: TrainState, batch: Mapping[str, Any]
 ) -> Collection[str]:
@@ -405,8 +423,9 @@ def _facts(
     config: Config, *, mesh: jax.sharding.Mesh, pipeline: Pipeline
 ) -> dict[str, Any]:
     facts = settings.flatten(config, only_numbers=True)
-    if not facts["data.skip"]:
-        del facts["data.skip"]  # As in runs from before there was such a setting.
+    for late in ("data.skip", "train.virtual_shards"):
+        if not facts[late]:
+            del facts[late]  # As in runs from before there was such a setting.
     return facts | collect_facts(mesh) | {"corpus": pipeline.fingerprint}
 
 

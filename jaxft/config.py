@@ -181,6 +181,9 @@ class TrainConfig(Section):
 
     num_steps: int = positive(1000, "finished step attempts at the end", numbers=False)
     num_microbatches: int = positive(1, "parts that a batch is computed in")
+    virtual_shards: int = not_negative(
+        0, "parts summed in one order: same numbers on any number of devices; 0 is off"
+    )
     seed: int = seed32(0, "seed of initialisation and of every step's randomness")
     rng_impl: str = setting("threefry2x32", "implementation of the random key")
     guard: bool = setting(True, "do not apply a non-finite update")

@@ -239,7 +239,12 @@ class Worker:
 
     def _compare(self, parts: Parts, record: dict[str, Any]) -> dict[str, Any]:
         saved = record.get("facts", {})
-        return check_resume(saved, parts.facts, allow=self._config.resume.allow)
+        return check_resume(
+            saved,
+            parts.facts,
+            allow=self._config.resume.allow,
+            fixed_order=self._config.train.virtual_shards > 0,
+        )
 
     def _enter(self, parts: Parts) -> None:
         """The preflight is over: from here on the workdir is ours to write."""

@@ -14,12 +14,27 @@ from typing import Any
 
 from jaxft.config import ConfigError
 
+# What says where arrays lie: of no matter where sums have one order on any mesh.
+_PLACING = (
+    "num_processes",
+    "mesh.axes",
+    "mesh.shape",
+    "mesh.data",
+    "mesh.fsdp",
+    "mesh.dcn_*",
+    "mesh.num_devices",
+    "sharding",
+)
 _ABSENT = "(absent)"
 _SHOWN = 40
 
 
 def check_resume(
-    saved: Mapping[str, Any], now: Mapping[str, Any], *, allow: str
+    saved: Mapping[str, Any],
+    now: Mapping[str, Any],
+    *,
+    allow: str,
+    fixed_order: bool = False,
 ) -> dict[str, list[Any]]:
     """Compares what can change numbers with what the checkpoint was made under.
 
@@ -28,6 +43,8 @@ def check_resume(
         now: facts of this run.
         allow: what may differ, comma separated: names (`optimizer.b1`, `jax`), whole
             sections (`optimizer`) or patterns (`optimizer.b*`).
+        fixed_order: the run's sums have one order on any number of devices
+            (`train.virtual_shards`): where its arrays lie may differ.
 
     Returns:
         Name -> [saved, now] of the allowed differences.
@@ -41,6 +58,7 @@ def check_resume(
     for part in allowed:
         if not any(_covers(part, name) for name in names):
             raise ConfigError("resume.allow", _names_nothing(part, names))
+    placing = _PLACING if fixed_order else ()
     changes = {
         name: [saved.get(name, _ABSENT), now.get(name, _ABSENT)]
         for name in names
@@ -49,7 +67,7 @@ def check_resume(
     refused = {
         name: pair
         for name, pair in changes.items()
-        if not any(_covers(part, name) for part in allowed)
+        if not any(_covers(part, name) for part in (*allowed, *placing))
     }
     if refused:
         listed = "; ".join(_difference(name, *pair) for name, pair in refused.items())

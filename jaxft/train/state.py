@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxft.config import ConfigError, TrainConfig
@@ -81,6 +82,29 @@ class StateFactory:
     ) -> TrainState:
         """The state at step 0, each device computing only its own shards."""
         return jax.jit(self.make_state, out_shardings=shardings)(key, params)
+
+    def init_params(self, key: jax.Array, *, shardings: PyTree) -> PyTree:
+        """Fresh parameters with the same bits on every mesh, then placed.
+
+        A program for several devices rounds differently from one for one: here each
+        process computes all of them on one device.
+        """
+
+        def make(key: jax.Array) -> PyTree:
+            variables = self._model.init(jax.random.fold_in(key, _INIT_FOLD))
+            return _strong(self._precision.cast_params(variables.params))
+
+        def place(leaf: jax.Array, sharding: jax.sharding.NamedSharding) -> jax.Array:
+            host = np.asarray(leaf)
+            return jax.make_array_from_callback(
+                host.shape, sharding, lambda index: host[index]
+            )
+
+        device = jax.tree.leaves(shardings)[0].mesh.local_devices[0]
+        data = jax.device_put(np.asarray(jax.random.key_data(key)), device)
+        impl = jax.random.key_impl(key)
+        params = jax.jit(lambda data: make(jax.random.wrap_key_data(data, impl=impl)))
+        return jax.tree.map(place, params(data), shardings)
 
 
 def abstract_state(shapes: TrainState, *, shardings: PyTree) -> TrainState:

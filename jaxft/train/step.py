@@ -19,20 +19,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxft.config import PrecisionConfig, ShardingConfig, TrainConfig
+from jaxft.config import ConfigError, PrecisionConfig, ShardingConfig, TrainConfig
 from jaxft.parallel import sharding as placing
 from jaxft.parallel.activations import rows_on
 from jaxft.parallel.mesh import make_mesh
 from jaxft.parallel.precision import Precision, make_precision
-from jaxft.records import Control
 from jaxft.train.ema import averaged_params, with_ema
 from jaxft.train.microbatch import sum_gradients
+from jaxft.train.shard_step import ShardEval, ShardStep
 from jaxft.train.state import StateFactory, abstract_state, make_key
+from jaxft.train.update import apply_update, average
 from jaxft.types import Batch, LossFn, Model, PyTree, StepOutput, Sums, TrainState
 
 
@@ -72,9 +72,21 @@ class TrainStep:
         self.state_shardings = jax.tree.map(lambda p: p.sharding, self.placements)
         self.abstract_state = abstract_state(shapes, shardings=self.state_shardings)
         self.batch_sharding = placing.batch_sharding(mesh, config=sharding)
+        loss = _in_compute_dtype(model.loss, precision)
+        self._is_fixed = config.virtual_shards > 0
+        if self._is_fixed:
+            self._jitted = ShardStep(
+                loss,
+                optimizer,
+                config=config,
+                accum_dtype=precision.accum_dtype,
+                state=self.abstract_state,
+                rows=self.batch_sharding,
+            )
+            return
         self._jitted = jax.jit(
             _trace(
-                _in_compute_dtype(model.loss, precision),
+                loss,
                 optimizer,
                 config=config,
                 accum_dtype=precision.accum_dtype,
@@ -103,6 +115,9 @@ class TrainStep:
                 ones. All else is made anew from them.
         """
         key = self._key if key is None else key
+        if params is None and self._is_fixed:
+            shardings = self.state_shardings.params
+            params = self._factory.init_params(key, shardings=shardings)
         return self._factory.init_state(
             key, shardings=self.state_shardings, params=params
         )
@@ -124,14 +139,38 @@ class TrainStep:
         state: TrainState | None = None,
         batch: Batch | None = None,
         control: jax.Array | None = None,
-    ) -> jax.stages.Lowered:
-        """Lowers for these arguments; left out, the state is `abstract_state`."""
+    ) -> Any:
+        """A `jax.stages.Lowered`, or what stands for it with virtual shards.
+
+        Lowers for these arguments; left out, the state is `abstract_state`.
+        """
         state = self.abstract_state if state is None else state
         return self._jitted.lower(state, batch, self._word(control))
 
     def explain(self) -> str:
         """A table of every leaf: shape, spec, bytes per device, why."""
         return placing.explain(self.abstract_state, self.placements)
+
+    def check_memory(self, available_bytes: int | None) -> None:
+        """Refuses virtual shards that do not fit a device; other steps may try.
+
+        Args:
+            available_bytes: what one device has for a run; None where that is not
+                known.
+
+        Raises:
+            ConfigError: state, whole parameters and gradients need more.
+        """
+        if not isinstance(self._jitted, ShardStep) or available_bytes is None:
+            return
+        needed = self._jitted.needed_bytes()
+        if needed > available_bytes:
+            raise ConfigError(
+                "train.virtual_shards",
+                f"needs about {needed / 2**20:.0f} MiB a device for state, whole "
+                "parameters and gradients, activations not counted; there are "
+                f"{available_bytes / 2**20:.0f} MiB: set it to 0",
+            )
 
     def _word(self, control: jax.Array | None) -> Any:
         if control is not None:
@@ -176,13 +215,32 @@ def make_eval_step(
     *,
     precision: PrecisionConfig | None = None,
     batch_sharding: NamedSharding | None = None,
-) -> jax.stages.Wrapped:
+    virtual_shards: int = 0,
+) -> Any:
     """Builds the jitted evaluation: (state, batch) -> sums, with `train=False`.
 
     It takes the averaged parameters where the state has them.
+
+    Args:
+        loss: of the model.
+        precision: dtypes; float32 throughout when left out.
+        batch_sharding: of a batch.
+        virtual_shards: as in the training step; they need `batch_sharding`.
+
+    Returns:
+        Something to call, or to `lower` and compile first.
     """
     precise = make_precision(precision or PrecisionConfig())
     compute_loss = _in_compute_dtype(loss, precise)
+    if virtual_shards:
+        if batch_sharding is None:
+            raise ValueError("virtual shards need the sharding of a batch")
+        return ShardEval(
+            compute_loss,
+            averaged=averaged_params,
+            num_shards=virtual_shards,
+            rows=batch_sharding,
+        )
 
     def eval_step(state: TrainState, batch: Batch) -> Sums:
         with rows_on(batch_sharding):
@@ -191,16 +249,6 @@ def make_eval_step(
         return sums
 
     return jax.jit(eval_step)
-
-
-def reduce_control(control: jax.Array) -> jax.Array:
-    """Ors the control words of all processes with a max over each bit.
-
-    A max of whole words would lose bits, and not every backend has an or-reduction.
-    """
-    bits = jnp.arange(len(Control), dtype=jnp.int32)
-    each = (control[:, None] >> bits[None, :]) & 1
-    return jnp.sum(jnp.max(each, axis=0) << bits, dtype=jnp.int32)
 
 
 def _trace(
@@ -231,36 +279,16 @@ def _trace(
                 batch=batch,
                 rng=jax.random.fold_in(state.rng, state.step),
             )
-        metrics = {
-            name: total / _safe(weight) for name, (total, weight) in sums.items()
-        }
-        weight = _safe(sums["loss"][1])
-        grads = jax.tree.map(
-            lambda g, p: (g / weight.astype(g.dtype)).astype(p.dtype),
-            grads,
-            state.params,
-        )
-        metrics["grad_norm"] = norm = optax.tree.norm(grads)
-        if config.clip_norm > 0:
-            scale = jnp.minimum(1.0, config.clip_norm / jnp.maximum(norm, 1e-30))
-            grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-        updates, opt_state = optimizer.update(
-            grads, state.opt_state, state.params, value=metrics["loss"]
-        )
-        finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
-        finite &= jnp.isfinite(optax.tree.norm(updates))
-        new = TrainState(
-            step=state.step + 1,
-            num_skipped=state.num_skipped,
-            params=optax.apply_updates(state.params, updates),
-            opt_state=opt_state,
-            rng=state.rng,
+        grads, metrics = average(grads, sums, like=state.params)
+        return apply_update(
+            optimizer,
+            state,
+            grads=grads,
+            metrics=metrics,
             extra=extra,
+            control=control,
+            config=config,
         )
-        if config.guard:
-            new = _guard(finite, new=new, old=state)
-        metrics = {name: value.astype(jnp.float32) for name, value in metrics.items()}
-        return new, StepOutput(metrics, finite, reduce_control(control))
 
     return train_step
 
@@ -273,22 +301,3 @@ def _in_compute_dtype(loss: LossFn, precision: Precision) -> LossFn:
         return loss(params, extra, batch, rng, train=train)
 
     return compute_loss
-
-
-def _guard(finite: jax.Array, *, new: TrainState, old: TrainState) -> TrainState:
-    """Applies the update only where it is finite; the attempt counts all the same."""
-
-    def choose(a: Any, b: Any) -> Any:
-        return jnp.where(finite, a, b)
-
-    return new.replace(
-        num_skipped=old.num_skipped + jnp.where(finite, 0, 1).astype(jnp.int32),
-        params=jax.tree.map(choose, new.params, old.params),
-        opt_state=jax.tree.map(choose, new.opt_state, old.opt_state),
-        extra=jax.tree.map(choose, new.extra, old.extra),
-    )
-
-
-def _safe(weight: jax.Array) -> jax.Array:
-    """A batch of nothing but padding has the mean 0, not NaN."""
-    return jnp.where(weight > 0, weight, jnp.ones_like(weight))

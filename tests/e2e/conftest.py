@@ -46,6 +46,7 @@ class Command:
     """One `python -m jaxft.main` on one workdir.
 
     Its compile cache is warm, as after a restart, unless the workdir is to be `cold`.
+    `num_devices` are the CPU devices of the next start.
     """
 
     def __init__(self, workdir: pathlib.Path, settings: dict[str, Any], *, cold: bool):
@@ -54,6 +55,7 @@ class Command:
         self.process: subprocess.Popen[str] | None = None
         self._cache = workdir / "compile_cache"
         self.is_cold = cold
+        self.num_devices = 1
 
     def keep_programs(self) -> None:
         """Adds what was compiled here to what the next commands begin with."""
@@ -87,7 +89,7 @@ class Command:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=environment(),
+            env=environment() | {"JAX_NUM_CPU_DEVICES": str(self.num_devices)},
             start_new_session=True,
         )
         return self.process

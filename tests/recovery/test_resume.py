@@ -122,3 +122,24 @@ def test_a_schedule_that_followed_the_length_says_so() -> None:
     with pytest.raises(ConfigError, match=r"30 -> 40 \(follows train.num_steps") as e:
         check_resume(saved, {"optimizer.decay_steps": 40}, allow="")
     assert "--config.optimizer.decay_steps=30)" in str(e.value)
+
+
+def test_places_are_of_no_matter_where_sums_have_one_order() -> None:
+    saved = SAVED | {
+        "mesh.shape": [1, 1, 1],
+        "mesh.dcn_data": 1,
+        "mesh.device_kind": "cpu",
+        "num_processes": 1,
+        "sharding.path_rules": "",
+    }
+    now = saved | {"mesh.shape": [2, 4, 1], "num_processes": 2, "mesh.dcn_data": 2}
+    now["sharding.path_rules"] = "w = fsdp"
+    with pytest.raises(ConfigError, match="num_processes: 1 -> 2"):
+        check_resume(saved, now, allow="")
+    changes = check_resume(saved, now, allow="", fixed_order=True)
+    assert changes["mesh.shape"] == [[1, 1, 1], [2, 4, 1]]
+    assert len(changes) == 4
+    with pytest.raises(ConfigError, match=r"mesh\.device_kind: cpu -> tpu"):
+        check_resume(
+            saved, now | {"mesh.device_kind": "tpu"}, allow="", fixed_order=True
+        )

@@ -14,12 +14,8 @@ from jaxft.parallel.precision import make_precision
 from jaxft.records import Control
 from jaxft.train.ema import averaged_params
 from jaxft.train.state import StateFactory, make_key
-from jaxft.train.step import (
-    TrainStep,
-    make_eval_step,
-    make_train_step,
-    reduce_control,
-)
+from jaxft.train.step import TrainStep, make_eval_step, make_train_step
+from jaxft.train.update import reduce_control
 from jaxft.types import Model, TrainState, Variables
 
 pytestmark = pytest.mark.device
