@@ -27,6 +27,10 @@ from jaxft.train.update import apply_update, average
 from jaxft.train.virtual_shards import CompiledSums, ShardSums
 from jaxft.types import Batch, LossFn, PyTree, StepOutput, Sums, TrainState
 
+# The compiler of jax 0.12 computes an element of a small part of an array with other
+# bits than the same element of the whole; that of 0.10 does not.
+SPLIT_IS_EXACT = jax.__version_info__ < (0, 11)
+
 
 class ShardStep:
     """The step in the fixed order; it has the methods of a jitted function.
@@ -80,6 +84,7 @@ class ShardStep:
             operands=lambda state: (state.params, state.extra),
             key=jax.random.fold_in,
         )
+        _check_split(state)
         mesh = rows.mesh
         self._whole = whole = NamedSharding(mesh, PartitionSpec())
         self._fits_in_place = all(
@@ -231,6 +236,20 @@ class CompiledStep:
         return self._apply(state, grads, metrics, control)
 
 
+def _is_split(state: TrainState) -> bool:
+    updated = jax.tree.leaves((state.params, state.opt_state))
+    return not all(x.sharding.is_fully_replicated for x in updated)
+
+
+def _check_split(state: TrainState) -> None:
+    if _is_split(state) and not SPLIT_IS_EXACT:
+        raise ConfigError(
+            "train.virtual_shards",
+            f"needs whole parameters with jax {jax.__version__}, which updates a part "
+            "of one with other bits than the whole: use mesh.fsdp=1, or jax 0.10",
+        )
+
+
 def _check(
     optimizer: optax.GradientTransformationExtraArgs,
     *,
@@ -249,8 +268,7 @@ def _check(
             "the model has collections beside its parameters (batch statistics), "
             "which depend on how a batch is split: set it to 0",
         )
-    updated = (state.params, state.opt_state)
-    if all(x.sharding.is_fully_replicated for x in jax.tree.leaves(updated)):
+    if not _is_split(state):
         return
     loss = jax.ShapeDtypeStruct((), "float32")
     found = find_sums(

@@ -25,6 +25,7 @@ from jaxft.models.adapters import from_nnx
 from jaxft.parallel.mesh import make_mesh
 from jaxft.train.elementwise import find_sums
 from jaxft.train.optimizer import make_optimizer
+from jaxft.train.shard_step import SPLIT_IS_EXACT
 from jaxft.train.step import TrainStep, make_eval_step, make_train_step
 from jaxft.types import Model, TrainState, Variables
 
@@ -44,6 +45,14 @@ MESHES = [
     (2, 4),
 ]
 NUM_SHARDS = 8
+needs_split = pytest.mark.skipif(
+    not SPLIT_IS_EXACT, reason="this jax updates parts with other bits than the whole"
+)
+
+
+def possible(*meshes: tuple[int, int]) -> list[tuple[int, int]]:
+    """Those on which the installed jax gives the same bits."""
+    return [shape for shape in meshes if SPLIT_IS_EXACT or shape[1] == 1]
 
 
 def tiny(kind: str) -> Model:
@@ -147,7 +156,8 @@ def follow(
     "dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
 )
 def test_the_same_bits_on_every_mesh(kind: str, dtype: str, full: bool) -> None:
-    meshes = MESHES if full else [(1, 1), (2, 1), (2, 2), (1, 8)]
+    some = [(1, 1), (2, 1), (2, 2), (1, 8)] if SPLIT_IS_EXACT else [(1, 1), (8, 1)]
+    meshes = possible(*(MESHES if full else some))
     settings = {"clip_norm": 0.5, "ema_decay": 0.9, "compute_dtype": dtype}
     ends = {}
     for shape in meshes:
@@ -164,7 +174,7 @@ def test_the_same_bits_on_every_mesh(kind: str, dtype: str, full: bool) -> None:
 def test_noise_and_weights_are_those_of_the_shard_not_of_the_device() -> None:
     ends = {
         shape: follow(start(noisy(), shape), numbers, num_steps=5)
-        for shape in [(1, 1), (4, 1), (2, 4)]
+        for shape in possible((1, 1), (4, 1), (2, 4))
     }
     first = ends.pop((1, 1))
     for state, told in ends.values():
@@ -190,7 +200,7 @@ def test_the_mean_is_that_of_the_whole_batch() -> None:
 
 def test_a_bad_row_is_guarded_against_on_every_mesh() -> None:
     ends = []
-    for shape in [(1, 1), (2, 2)]:
+    for shape in [(1, 1), (2, 2) if SPLIT_IS_EXACT else (4, 1)]:
         step = start(noisy(), shape)
         state, _ = follow(step, numbers, num_steps=1)
         before = bits((state.params, state.opt_state))
@@ -205,12 +215,13 @@ def test_a_bad_row_is_guarded_against_on_every_mesh() -> None:
 
 
 def test_control_words_of_all_devices_arrive() -> None:
-    step = start(noisy(), (2, 2))
+    step = start(noisy(), (4, 1))
     batch, _ = step.place(numbers(0))
     _, output = step(step.init(), batch, np.asarray([0, 1, 0, 2], np.int32))
     assert int(output.control) == 3
 
 
+@needs_split
 def test_rows_that_every_device_of_an_axis_has() -> None:
     rules = "batch=data, vocab=tensor, embed=fsdp"
     one, told = follow(start(noisy(), (1, 1)), numbers, num_steps=3)
@@ -221,7 +232,7 @@ def test_rows_that_every_device_of_an_axis_has() -> None:
 
 def test_evaluation_gives_the_same_bits() -> None:
     ends = []
-    for shape in [(1, 1), (4, 1), (2, 4)]:
+    for shape in possible((1, 1), (4, 1), (2, 4)):
         model = tiny("mlp")
         step = start(model, shape, ema_decay=0.5)
         state, _ = follow(step, tokens, num_steps=2)
@@ -237,7 +248,7 @@ def test_evaluation_gives_the_same_bits() -> None:
         assert float(sums["loss"][1]) == 16 * 16
         # What is placed by the host is compiled for as well.
         assert bits(evaluate(state, batch)) == ends[-1]
-    assert ends[0] == ends[1] == ends[2]
+    assert all(end == ends[0] for end in ends[1:])
 
 
 @pytest.mark.parametrize(
@@ -299,6 +310,13 @@ def test_an_optimizer_that_sums_needs_whole_parameters(optimizer: Any) -> None:
     assert ends[0] == ends[1]
 
 
+@pytest.mark.skipif(SPLIT_IS_EXACT, reason="this jax gives the same bits")
+def test_parameters_that_are_split_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"whole parameters with jax .*mesh\.fsdp=1"):
+        start(noisy(), (2, 4))
+
+
+@needs_split
 def test_memory_that_is_not_there_is_refused() -> None:
     step = start(tiny("lm"), (1, 8))
     num_bytes = 4 * sum(x.size for x in jax.tree.leaves(step.abstract_state.params))
