@@ -123,7 +123,8 @@ def build(
         mesh=mesh,
         config=config.sharding,
     )
-    row = _first_row(sources := _sources(config), config)
+    sources = _sources(config)
+    row = _first_row(sources, config)
     batch_shapes = {
         name: jax.ShapeDtypeStruct((config.data.global_batch, *x.shape), x.dtype)
         for name, x in row.items()

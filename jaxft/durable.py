@@ -68,11 +68,17 @@ def replace(path: str | os.PathLike[str], data: bytes) -> None:
         pathlib.Path(temporary).write_bytes(data)
 
 
-def write_once(path: str | os.PathLike[str], data: bytes) -> None:
+def write_once(
+    path: str | os.PathLike[str], data: bytes, *, whole: bool = True
+) -> None:
     """Writes a small file, durably; of all who try, on any host, one succeeds.
 
-    Where the file system has no hard links that is only so for those who do not try
-    at the same moment.
+    Args:
+        path: its name.
+        data: its content.
+        whole: only of account where the file system has no hard links. There two who
+            try at the same moment may both succeed, but a reader sees a file whole;
+            False: one succeeds, but a reader may see a part of it.
 
     Raises:
         FileExistsError: there is a file of that name.
@@ -82,7 +88,7 @@ def write_once(path: str | os.PathLike[str], data: bytes) -> None:
     with _unfinished(folder, name) as temporary:
         pathlib.Path(temporary).write_bytes(data)
         _sync_file(temporary)
-        _take_name(temporary, os.fspath(path))
+        _take_name(temporary, os.fspath(path), whole=whole)
     sync_folder(folder or ".")
 
 
@@ -105,7 +111,7 @@ def _sync_file(path: str) -> None:
         os.close(fd)
 
 
-def _take_name(temporary: str, path: str) -> None:
+def _take_name(temporary: str, path: str, *, whole: bool) -> None:
     try:
         os.link(temporary, path)
         return
@@ -117,6 +123,11 @@ def _take_name(temporary: str, path: str) -> None:
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
             raise
+    if not whole:
+        with open(path, "xb") as file:
+            file.write(pathlib.Path(temporary).read_bytes())
+        _sync_file(path)
+        return
     if os.path.lexists(path):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
     os.rename(temporary, path)

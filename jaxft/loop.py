@@ -211,7 +211,7 @@ class Loop:
         A signal to all processes ends those that read for us as well, and may reach
         them first. Of several processes none can leave alone.
         """
-        if jax.process_count() > 1:
+        if self._is_one_of_many:
             return False
         deadline = time.monotonic() + _SIGNAL_SECS
         while self._stops.poll() is None:
@@ -228,7 +228,7 @@ class Loop:
             bits |= Control.STOP
         if self._parts.manager.error() is not None:
             bits |= Control.ERROR
-        if jax.process_count() > 1 and self._parts.manager.due_to_tell(self.step):
+        if self._is_one_of_many and self._parts.manager.due_to_tell(self.step):
             bits |= Control.SAVE
         return bits
 
@@ -301,7 +301,7 @@ class Loop:
         pending = None
         # One batch ahead of what is read, as in training.
         for batch in [*self._parts.heldout, None]:
-            if jax.process_count() == 1 and self._stops.poll() is not None:
+            if not self._is_one_of_many and self._stops.poll() is not None:
                 return False
             sums = None
             if batch is not None:
@@ -382,7 +382,7 @@ class Loop:
                 break
             except FaultError:
                 # The state is still there to be tried again.
-                if jax.process_count() > 1 or not manager.should_retry:
+                if self._is_one_of_many or not manager.should_retry:
                     raise
         if manager.last_committed != self.step:
             fault = Fault(

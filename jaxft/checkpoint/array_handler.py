@@ -179,12 +179,14 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         shardings = _shardings(values, infos) if _is_primary() else {}
         pairs = list(zip(values, infos, strict=True))
         max_bytes = self._options.memory_bytes // 2
-        links, open_names = {}, self._links.possible
-        if open_names and len(array_snapshot.split(pairs, max_bytes=max_bytes)) > 1:
+        open_names = self._links.possible
+        batches = array_snapshot.split(pairs, max_bytes=max_bytes)
+        if open_names and len(batches) > 1:
             # Not all can be held until it is known.
             links, open_names = self._links.decide(), frozenset()
-        pairs = [(value, info) for value, info in pairs if info.name not in links]
-        *early, last = array_snapshot.split(pairs, max_bytes=max_bytes)
+            pairs = [(value, info) for value, info in pairs if info.name not in links]
+            batches = array_snapshot.split(pairs, max_bytes=max_bytes)
+        *early, last = batches
         metadatas = []
         for batch in early:
             metadatas += await self._write(self._take(batch))

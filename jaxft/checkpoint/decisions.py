@@ -34,8 +34,9 @@ FORMAT_NAME = "jaxft-decision"
 FORMAT_VERSION = 1
 
 _NAME = re.compile(r"([1-9]\d*)\.json")
-# All steps are asked in turn: what holds less than all of them holds nothing.
-_MANY_STEPS = 2**17
+# How much is kept of what was read of each step: all are asked in turn, so that what
+# holds less than all of them holds nothing.
+MANY_STEPS = 2**17
 # The timeline of a step whose record is damaged.
 _UNKNOWN = 2**63
 
@@ -196,7 +197,7 @@ def timeline_of(path: str) -> int:
         return _UNKNOWN
 
 
-@functools.lru_cache(maxsize=_MANY_STEPS)
+@functools.lru_cache(maxsize=MANY_STEPS)
 def _timeline(path: str, inode: int, changed_ns: int) -> int:
     del inode, changed_ns  # another file under the same name is read anew
     return run_record.read_record(path)["timeline"]

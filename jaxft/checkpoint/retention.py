@@ -121,9 +121,7 @@ def retain(
 
 # --- what is asked about a step -------------------------------------------------
 
-# Each once: another step under the same name has another time, and is read anew. All
-# steps are asked in turn, so that what holds less than all of them holds nothing.
-_MANY_STEPS = 2**17
+# Each once: another step under the same name has another time, and is read anew.
 
 
 def _with_metrics(info: records.CheckpointInfo) -> records.CheckpointInfo:
@@ -134,7 +132,7 @@ def _with_metrics(info: records.CheckpointInfo) -> records.CheckpointInfo:
     return dataclasses.replace(info, metrics=metrics)
 
 
-@functools.lru_cache(maxsize=_MANY_STEPS)
+@functools.lru_cache(maxsize=decisions.MANY_STEPS)
 def _read_metrics(path: str, commit_secs: float) -> dict[str, float]:
     del commit_secs
     return run_record.read_record(path)["metrics"]
@@ -155,7 +153,7 @@ def _with_health(info: records.CheckpointInfo) -> records.CheckpointInfo:
     return dataclasses.replace(info, healthy=healthy)
 
 
-@functools.lru_cache(maxsize=_MANY_STEPS)
+@functools.lru_cache(maxsize=decisions.MANY_STEPS)
 def _read_health(path: str, commit_secs: float) -> bool:
     del commit_secs
     # All steps are asked after a restart, beside training, and a manifest of thousands

@@ -199,9 +199,8 @@ class _Call:
     def _count_absent(self) -> int:
         """Who has come and is still there, is not absent."""
         for index, connection in list(self._present.items()):
-            if select.select([connection], [], [], 0)[
-                0
-            ]:  # It says nothing: it is gone.
+            readable, _, _ = select.select([connection], [], [], 0)
+            if readable:  # It has nothing to say: it is gone.
                 del self._present[index]
         others = range(1, self._place.num_processes)
         self._absent = [index for index in others if index not in self._present]

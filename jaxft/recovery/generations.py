@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import json
 import os
 import pathlib
@@ -25,13 +24,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from jaxft import durable
 from jaxft.records import FaultKind
 from jaxft.recovery.policy import CacheMode, WorkerExit
 
 FOLDER = "generations"
 _NAME = re.compile(r"([1-9]\d*)\.json")
-# File systems that have no hard links say so by one of these.
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -242,23 +240,13 @@ class Generations:
 
     def _write(self, name: str, content: Mapping[str, Any]) -> bool:
         self.folder.mkdir(parents=True, exist_ok=True)
-        final = self.folder / name
-        draft = self.folder / f".{name}.{os.getpid()}.{os.urandom(4).hex()}"
+        body = json.dumps(content).encode() + b"\n"
         try:
-            with draft.open("xb") as file:
-                file.write(json.dumps(content).encode() + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-            _name_once(draft, final)
+            # Of two who try at the same moment one must fail, whatever the file
+            # system; readers take a file that is not whole yet for none.
+            durable.write_once(self.folder / name, body, whole=False)
         except FileExistsError:
             return False
-        finally:
-            draft.unlink(missing_ok=True)
-        fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
         return True
 
 
@@ -289,25 +277,6 @@ class Fence:
             f"generation {newest} of the job has begun: this worker is of generation "
             f"{self._generation} and writes no more"
         )
-
-
-def _name_once(draft: pathlib.Path, final: pathlib.Path) -> None:
-    """Gives a whole file its name, once.
-
-    Raises:
-        FileExistsError: there is one of that name.
-    """
-    try:
-        os.link(draft, final)
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        # Of two that try at the same moment one must fail here as well: no rename.
-        # Readers take a file that is not whole yet for none.
-        with final.open("xb") as file:
-            file.write(draft.read_bytes())
-            file.flush()
-            os.fsync(file.fileno())
 
 
 def _exit(data: dict[str, Any]) -> WorkerExit:

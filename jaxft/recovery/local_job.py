@@ -9,7 +9,6 @@ would do it; one that leaves by itself has the job's exit code.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import selectors
 import signal
@@ -22,11 +21,11 @@ from jaxft.config import Config
 from jaxft.records import ExitCode
 from jaxft.recovery.addresses import free_address
 from jaxft.recovery.signal_pipe import SignalPipe
+from jaxft.recovery.worker_link import die_with_parent
 
 _POLL_SECS = 0.1
 # How much later than its grace time a member is ended by force.
 _MARGIN_SECS = 20.0
-_PR_SET_PDEATHSIG = 1
 
 
 class LocalJob:
@@ -98,7 +97,7 @@ class LocalJob:
             stderr=subprocess.PIPE,
             start_new_session=True,
             env=self._env,
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
         )
         for stream in (member.stdout, member.stderr):
             assert stream is not None
@@ -205,9 +204,3 @@ def run_members(
         max_restarts=config.supervisor.max_restarts,
         write=write,
     ).run()
-
-
-def _die_with_parent() -> None:
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -69,7 +69,7 @@ class SupervisorLink:
         )
         # The kernel's way works even where Python's threads cannot run; the pipe's
         # way also sees a supervisor that died before this line.
-        _die_with_parent()
+        die_with_parent()
         threading.Thread(
             target=_wait_for_the_end, args=(parent_fd,), name="parent", daemon=True
         ).start()
@@ -146,7 +146,7 @@ class SupervisorLink:
     def _let_child_go(self) -> None:
         """A forked child speaks for nobody, keeps no lock alive, outlives nobody."""
         if self._forking_pid:
-            _die_with_parent()
+            die_with_parent()
             if os.getppid() != self._forking_pid:  # It died before that line.
                 os._exit(1)
         # The lock may have been held by a thread that does not exist here.
@@ -157,7 +157,8 @@ class SupervisorLink:
         self._fds = []
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """On Linux this process ends with the thread that started it."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -85,11 +85,15 @@ def by_device(tree: PyTree) -> dict[jax.Device, PyTree]:
     return {device: treedef.unflatten(parts) for device, parts in held.items()}
 
 
+def axes_of(rows: NamedSharding) -> tuple[str, ...]:
+    """The mesh axes that dim 0 is split over, outermost first."""
+    axes = rows.spec[0] if len(rows.spec) else None
+    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+
+
 def num_parts(rows: NamedSharding) -> int:
     """Into how many parts dim 0 is split."""
-    axes = rows.spec[0] if len(rows.spec) else None
-    names = () if axes is None else (axes,) if isinstance(axes, str) else axes
-    return math.prod(rows.mesh.shape[name] for name in names)
+    return math.prod(rows.mesh.shape[name] for name in axes_of(rows))
 
 
 def _shape_on(x: Any, device: jax.Device) -> jax.ShapeDtypeStruct:

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxft.config import ConfigError
-from jaxft.train.each_device import EachDevice, by_device, num_parts
+from jaxft.train.each_device import EachDevice, axes_of, by_device, num_parts
 from jaxft.types import Batch, PyTree, TrainState
 
 # (operands, rows of one shard, its typed key) -> tree of arrays to be added up.
@@ -67,7 +67,7 @@ class ShardSums:
         self._compute = compute
         self._operands = operands
         self._key = key
-        self._axes = _axes(rows)
+        self._axes = axes_of(rows)
         mesh = rows.mesh
         self._num_parts = num_parts(rows)
         self._whole = NamedSharding(mesh, PartitionSpec())
@@ -254,18 +254,12 @@ def check_mesh(num_shards: int, *, rows: NamedSharding) -> None:
         raise ConfigError(
             "train.virtual_shards",
             f"{num_shards} shards do not divide over {num_parts(rows)} devices along "
-            f"{' and '.join(_axes(rows))}: use a power of two of both",
+            f"{' and '.join(axes_of(rows))}: use a power of two of both",
         )
 
 
 def _num_bytes(x: Any) -> int:
     return math.prod(x.shape) * x.dtype.itemsize
-
-
-def _axes(rows: NamedSharding) -> tuple[str, ...]:
-    """The mesh axes of a batch's rows, outermost first."""
-    axes = rows.spec[0] if len(rows.spec) else None
-    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
 
 
 def _on(tree: PyTree, sharding: Sharding) -> PyTree:

@@ -19,13 +19,13 @@ pytestmark = pytest.mark.timeout(360)
 
 NUM_STEPS = 40
 # Who is killed, and when: at a step, or inside the save of that step.
-SAMPLE = [("worker", 0, 17)]
-MORE = [
-    ("worker", 1, 17),
-    ("supervisor", 1, 13),
-    ("supervisor", 0, 23),
-    ("worker", 0, -20),
-    ("worker", 1, -20),
+KILLS = [
+    ("worker", 0, 17),
+    pytest.param("worker", 1, 17, marks=pytest.mark.slow),
+    pytest.param("supervisor", 1, 13, marks=pytest.mark.slow),
+    pytest.param("supervisor", 0, 23, marks=pytest.mark.slow),
+    pytest.param("worker", 0, -20, marks=pytest.mark.slow),
+    pytest.param("worker", 1, -20, marks=pytest.mark.slow),
 ]
 NUM_RANDOM = 24
 
@@ -164,18 +164,8 @@ def break_it(job: Job, who: str, index: int, when: int) -> None:
     assert cause in others[0].reason
 
 
-@pytest.mark.parametrize(("who", "index", "when"), SAMPLE)
+@pytest.mark.parametrize(("who", "index", "when"), KILLS)
 def test_a_kill_changes_no_number(
-    job: Any, reference: Any, who: str, index: int, when: int
-) -> None:
-    one = job()
-    break_it(one, who, index, when)
-    check_same(one, reference(2))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("who", "index", "when"), MORE)
-def test_kills_of_each_and_inside_saves(
     job: Any, reference: Any, who: str, index: int, when: int
 ) -> None:
     one = job()
