@@ -201,6 +201,8 @@ def _in_parallel(
     except BaseException:
         # An interrupt, or a disk that is gone: nobody waits for the rest.
         meter.stop()
+        if meter.interrupt is not None:
+            raise meter.interrupt from None
         raise
     finally:
         pool.shutdown(cancel_futures=True)
@@ -214,6 +216,7 @@ class _Meter:
         self._progress = progress
         self._lock = threading.Lock()
         self._is_stopped = False
+        self.interrupt: BaseException | None = None
 
     def add(self, num_bytes: int) -> None:
         """Counts bytes.
@@ -224,8 +227,15 @@ class _Meter:
         with self._lock:
             if self._is_stopped:
                 raise concurrent.futures.CancelledError
-            if self._progress is not None:
+            if self._progress is None:
+                return
+            try:
                 self._progress(num_bytes)
+            except BaseException as error:
+                # The other threads would go on until the caller has heard of it.
+                self._is_stopped = True
+                self.interrupt = error
+                raise
 
     def stop(self) -> None:
         """From now on `add` raises."""
