@@ -21,6 +21,7 @@ import jax
 from jaxft import records
 from jaxft.checkpoint import causes, layout, orbax_io, policies, together
 from jaxft.checkpoint.proof import UnhealthyError
+from jaxft.parallel import distributed
 
 
 class Flight:
@@ -293,8 +294,15 @@ class Saves:
         )
         if detail != cause:
             text += f" ({detail})"
+        kind = records.FaultKind.SAVE_FAILED
+        if peer is None and any(map(distributed.is_of_peers, causes.chain(error))):
+            kind = records.FaultKind.PEER_LOST
+            text = (
+                f"save of step {step} ended in process {process}: another process is "
+                f"gone, or late; {resume} ({detail})"
+            )
         return records.Fault(
-            kind=records.FaultKind.SAVE_FAILED,
+            kind=kind,
             step=step,
             process=process,
             evidence=text,

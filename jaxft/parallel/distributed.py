@@ -47,7 +47,8 @@ from jaxft.records import (
 _FOLDER = "jaxft"
 _POLL_SECS = 0.02
 _LISTEN_SECS = 0.2
-_LINGER_SECS = 3.0
+# Where somebody is dead it passes in vain, within the 3 s in which all must be down.
+_LINGER_SECS = 2.0
 _MAX_POLL_SECS = 0.5
 # How long a wait is before it is told of, and then twice as long, and so on.
 _TELL_SECS = 5.0
@@ -58,6 +59,8 @@ _OF_PEERS = re.compile(
     r"timed out waiting|heartbeat|peer",
     re.IGNORECASE,
 )
+# Of these no storage speaks.
+_OF_COLLECTIVES = re.compile(r"gloo|nccl|coordination service", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -245,6 +248,12 @@ class Job:
 
     def _get(self, folder: str) -> list[tuple[str, str]]:
         return _client().key_value_dir_get(folder)
+
+
+def is_of_peers(error: BaseException) -> bool:
+    """Whether a collective has failed, and no storage: somebody is gone, or late."""
+    is_runtime = isinstance(error, _RUNTIME_ERRORS)
+    return is_runtime and _OF_COLLECTIVES.search(str(error)) is not None
 
 
 def lost_by(end: PeerEnd, place: JobPlace) -> Fault:

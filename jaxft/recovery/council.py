@@ -11,6 +11,7 @@ two do not, for they see different halves, a file that can be made only once dec
 from __future__ import annotations
 
 import dataclasses
+import signal
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxft.records import FaultKind
@@ -103,10 +104,12 @@ def first_cause(
         return _merged(first.ended, downs), first.member
     own = [down for down in downs.values() if not down.called_off]
     causes = [down for down in own if down.ended.kind not in _CONSEQUENCES]
-    if causes:
+    gone = [name for name in order if name not in downs]
+    firm = [down for down in causes if not _was_aborted(down.ended)]
+    if causes := firm or ([] if gone else causes):
         cause = min(causes, key=lambda down: (down.time_secs, order[down.member]))
         return _merged(cause.ended, downs), cause.member
-    if gone := [name for name in order if name not in downs]:
+    if gone:
         ended = WorkerExit(
             kind=FaultKind.PEER_LOST,
             status=1,
@@ -279,6 +282,14 @@ def next_generation(
         proposer=ready[0],
         time_secs=time_secs,
     )
+
+
+def _was_aborted(ended: WorkerExit) -> bool:
+    """JAX does that to whoever is left when worker 0, which keeps its service, is gone.
+
+    So it is a cause only where there is no other one.
+    """
+    return ended.kind is FaultKind.KILLED and ended.status == -signal.SIGABRT
 
 
 def _merged(cause: WorkerExit, downs: Mapping[str, Down]) -> WorkerExit:

@@ -71,6 +71,20 @@ def _until(condition):
         time.sleep(0.01)
 
 
+def test_a_save_that_lost_another_process_does_not_blame_the_disk(tmp_path, broken):
+    said = "UNKNOWN: Gloo all-reduce failed: Connection reset by peer"
+    broken[:] = [jax.errors.JaxRuntimeError(said)]
+    checkpoints = manager.CheckpointManager(tmp_path)
+    assert checkpoints.save(10, _state(10))
+    _until(lambda: checkpoints.error() is not None)
+    fault = checkpoints.error().fault
+    assert (fault.kind, fault.step) == (records.FaultKind.PEER_LOST, 10)
+    assert "another process is gone, or late; nothing is saved yet" in fault.evidence
+    assert said in fault.evidence
+    with pytest.raises(records.FaultError, match="Gloo"):
+        checkpoints.close()
+
+
 def test_a_failed_save_is_not_a_step_and_is_told(tmp_path, broken):
     events = Events()
     error, broken[:] = broken[0], []

@@ -10,13 +10,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
+from jaxft.checkpoint import manifest
 from jaxft.events import read_events
+from jaxft.process_state import process_state
+from jaxft.recovery.generations import Generation, Generations
 
 REPO = pathlib.Path(__file__).parents[2]
 
@@ -194,18 +197,164 @@ def command(tmp_path: pathlib.Path) -> Iterator[Callable[..., Command]]:
             assert not _is_alive(event["worker_pid"], one.workdir)
 
 
+class Job:
+    """A command that starts all processes of its job, and a look into it.
+
+    Who runs is asked of the kernel, not of what the run has written: a process that is
+    just starting counts, and one that has ended does not, whatever anybody says of it.
+
+    Attributes:
+        down_secs: how soon all workers have to be down once one process is dead.
+        busy_secs: what a machine that is busy with other things may add to that.
+    """
+
+    down_secs = 3.0
+    busy_secs = 3.0
+    deadline_secs = 150.0
+
+    def __init__(self, run: Command, num_processes: int):
+        self.run = run
+        self.num_processes = num_processes
+        self._offsets: dict[pathlib.Path, int] = {}
+        self._newest_step = 0
+
+    def start(self) -> None:
+        self.run.start(f"--num_processes={self.num_processes}")
+
+    def finish(self) -> tuple[int, str, str]:
+        return self.run.finish(timeout_secs=240)
+
+    def running(self, role: str) -> dict[int, int]:
+        """Process index -> process id, of the `worker`s or `supervisor`s that live."""
+        found = {}
+        for entry in pathlib.Path("/proc").iterdir():
+            who, index = self._who(entry) if entry.name.isdigit() else ("", -1)
+            if who == role:
+                found[index] = int(entry.name)
+        return found
+
+    def _who(self, entry: pathlib.Path) -> tuple[str, int]:
+        try:
+            words = (entry / "cmdline").read_bytes().decode().split("\0")
+            leads = os.getsid(int(entry.name)) == int(entry.name)
+        except (OSError, UnicodeDecodeError):
+            return "", -1
+        index = [w for w in words if w.startswith("--process_index=")]
+        # What a worker starts is in its session and bears its name for a moment.
+        if f"--workdir={self.run.workdir}" not in words or not index or not leads:
+            return "", -1
+        role = "worker" if "--role=work" in words else "supervisor"
+        return role, int(index[0].partition("=")[2])
+
+    def pid(self, role: str, index: int) -> int:
+        """Of a process that lives, or will soon."""
+        return self.run.wait_for(
+            lambda: self.running(role).get(index), timeout_secs=self.deadline_secs
+        )
+
+    def newest_step(self) -> int:
+        """The highest step that anybody has told of; reads only what is new."""
+        for path in (self.run.workdir / "events").glob("*.jsonl"):
+            offset = self._offsets.get(path, 0)
+            with path.open("rb") as file:
+                file.seek(offset)
+                whole, newline, _ = file.read().rpartition(b"\n")
+            self._offsets[path] = offset + len(whole + newline)
+            for line in whole.splitlines():
+                if b'"step"' in line and (event := json.loads(line))["kind"] == "step":
+                    self._newest_step = max(self._newest_step, event["step"])
+        return self._newest_step
+
+    def wait_for_step(self, step: int) -> None:
+        self.run.wait_for(
+            lambda: self.newest_step() >= step, timeout_secs=self.deadline_secs
+        )
+
+    def wait_for_save(self, step: int) -> None:
+        """Until what an unfinished save of that step writes is there."""
+        root = self.run.workdir / "checkpoints"
+        self.run.wait_for(
+            lambda: root.is_dir() and list(root.glob(f"{step}*")),
+            timeout_secs=self.deadline_secs,
+        )
+
+    def kill(self, role: str, index: int) -> float:
+        """Seconds until all workers that lived are dead; it waits for its victim."""
+        victim = self.pid(role, index)
+        living = list(self.running("worker").values())
+        began = time.monotonic()
+        os.kill(victim, signal.SIGKILL)
+        self.wait_until_dead(living)
+        return time.monotonic() - began
+
+    def wait_until_dead(self, pids: Sequence[int]) -> None:
+        """By the kernel; a zombie is dead."""
+        deadline = time.monotonic() + 60
+        while any(process_state(pid).letter not in "?ZX" for pid in pids):
+            assert time.monotonic() < deadline, pids
+            time.sleep(0.01)
+
+    def generations(self) -> list[Generation]:
+        files = Generations(self.run.workdir)
+        found = [files.read(n) for n in range(1, files.newest_number() + 1)]
+        assert None not in found
+        return [generation for generation in found if generation is not None]
+
+    def fingerprints(self) -> dict[str, Any]:
+        """Of the last step, by leaf."""
+        step = str(self.run.settings["train.num_steps"])
+        found = manifest.read(self.run.workdir / "checkpoints" / step)
+        return {path: leaf.fingerprint for path, leaf in found.leaves.items()}
+
+    def check_same(self, other: Job) -> None:
+        """The same state at the end and the same loss at each step, to the bit."""
+        ours, theirs = self.fingerprints(), other.fingerprints()
+        assert len(theirs) > 30
+        assert ours == theirs
+        ours, theirs = self.run.losses(), other.run.losses()
+        num_steps = other.run.settings["train.num_steps"]
+        assert sorted(theirs) == list(range(1, num_steps + 1))
+        assert ours == theirs
+
+
+@pytest.fixture
+def job(command: Callable[..., Command]) -> Callable[..., Job]:
+    """Makes jobs of several processes on this machine, of 40 steps."""
+
+    def make(name: str = "run", *, num_processes: int = 2, **settings: Any) -> Job:
+        return Job(command(name, **{"train__num_steps": 40} | settings), num_processes)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Job]:
+    """Jobs that nothing happened to, by their number of processes and settings."""
+    made: dict[str, Job] = {}
+
+    def get(num_processes: int, **settings: Any) -> Job:
+        settings = {"train__num_steps": 40} | settings
+        key = json.dumps([num_processes, settings], sort_keys=True)
+        if key not in made:
+            plain = {path.replace("__", "."): value for path, value in settings.items()}
+            workdir = tmp_path_factory.mktemp("reference") / "run"
+            one = Job(Command(workdir, plain, cold=False), num_processes)
+            one.start()
+            code, _, err = one.finish()
+            assert code == 0, err
+            one.run.keep_programs()
+            made[key] = one
+        return made[key]
+
+    return get
+
+
 def _is_alive(pid: int, workdir: pathlib.Path) -> bool:
     try:
         words = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
     return str(workdir).encode() in words
-
-
-@pytest.fixture(scope="session")
-def command_class() -> type[Command]:
-    """For commands that several tests share."""
-    return Command
 
 
 @pytest.fixture(scope="session")

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from jaxft.checkpoint import manifest
-from jaxft.process_state import process_state
-from jaxft.recovery.generations import Generation, Generations
+from jaxft.recovery.generations import Generations
 
 pytestmark = pytest.mark.timeout(360)
 
@@ -21,140 +19,22 @@ NUM_STEPS = 40
 # Who is killed, and when: at a step, or inside the save of that step.
 KILLS = [
     ("worker", 0, 17),
-    pytest.param("worker", 1, 17, marks=pytest.mark.slow),
-    pytest.param("supervisor", 1, 13, marks=pytest.mark.slow),
-    pytest.param("supervisor", 0, 23, marks=pytest.mark.slow),
-    pytest.param("worker", 0, -20, marks=pytest.mark.slow),
-    pytest.param("worker", 1, -20, marks=pytest.mark.slow),
+    ("worker", 1, 17),
+    ("supervisor", 1, 13),
+    ("supervisor", 0, 23),
+    ("worker", 0, -20),
+    ("worker", 1, -20),
 ]
-NUM_RANDOM = 24
 
 
-class Job:
-    """A command that starts all processes of its job, and a look into it."""
-
-    def __init__(self, run: Any, num_processes: int):
-        self.run = run
-        self.num_processes = num_processes
-        self.words = [f"--num_processes={num_processes}"]
-
-    def start(self) -> None:
-        self.run.start(*self.words)
-
-    def finish(self) -> tuple[int, str, str]:
-        return self.run.finish(timeout_secs=240)
-
-    def supervisors(self) -> dict[int, int]:
-        """Process index -> process id, of the newest each."""
-        events = self.run.events("launcher")
-        return {event["process_index"]: event["pid"] for event in events}
-
-    def workers(self) -> dict[int, int]:
-        """The same of the workers."""
-        launches = {e["pid"]: e["worker_pid"] for e in self.run.events("launch")}
-        pids = self.supervisors()
-        return {i: launches[pid] for i, pid in pids.items() if pid in launches}
-
-    def pid(self, who: str, index: int) -> int:
-        return (self.supervisors() if who == "supervisor" else self.workers())[index]
-
-    def wait_for_step(self, step: int) -> None:
-        self.run.wait_for(
-            lambda: any(e["step"] >= step for e in self.run.events("step")),
-            timeout_secs=150,
-        )
-
-    def wait_for_save(self, step: int) -> None:
-        """Until what an unfinished save of that step writes is there."""
-        root = self.run.workdir / "checkpoints"
-        self.run.wait_for(
-            lambda: list(root.glob(f"{step}*")) if root.is_dir() else [],
-            timeout_secs=150,
-        )
-
-    def kill(self, who: str, index: int) -> float:
-        """Seconds until all workers that lived are dead."""
-
-        def all_live() -> list[int]:
-            # One that was started anew is in the history after its preflight.
-            pids = [*self.workers().values(), *self.supervisors().values()]
-            is_whole = len(pids) == 2 * self.num_processes
-            return pids if is_whole and all(map(is_alive, pids)) else []
-
-        self.run.wait_for(all_live, timeout_secs=150)
-        living = self.workers().values()
-        began = time.monotonic()
-        os.kill(self.pid(who, index), signal.SIGKILL)
-        while any(is_alive(pid) for pid in living):
-            assert time.monotonic() - began < 60
-            time.sleep(0.01)
-        return time.monotonic() - began
-
-    def generations(self) -> list[Generation]:
-        files = Generations(self.run.workdir)
-        found = [files.read(n) for n in range(1, files.newest_number() + 1)]
-        assert None not in found
-        return [generation for generation in found if generation is not None]
-
-
-def is_alive(pid: int) -> bool:
-    return process_state(pid).letter not in "?ZX"
-
-
-@pytest.fixture
-def job(command: Callable[..., Any]) -> Callable[..., Job]:
-    def make(name: str = "run", *, num_processes: int = 2, **settings: Any) -> Job:
-        settings = {"train__num_steps": NUM_STEPS} | settings
-        return Job(command(name, **settings), num_processes)
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def reference(
-    tmp_path_factory: pytest.TempPathFactory, command_class: Any
-) -> Callable[[int], Job]:
-    """A job that nothing happened to, of so many processes."""
-    made: dict[int, Job] = {}
-
-    def get(num_processes: int) -> Job:
-        if num_processes not in made:
-            workdir = tmp_path_factory.mktemp("reference") / "run"
-            settings = {"train.num_steps": NUM_STEPS}
-            one = Job(command_class(workdir, settings, cold=False), num_processes)
-            one.start()
-            code, _, err = one.finish()
-            assert code == 0, err
-            one.run.keep_programs()
-            made[num_processes] = one
-        return made[num_processes]
-
-    return get
-
-
-def check_same(one: Job, other: Job) -> None:
-    ours, theirs = (fingerprints(job) for job in (one, other))
-    assert len(theirs) > 30
-    assert ours == theirs
-    ours, theirs = one.run.losses(), other.run.losses()
-    assert sorted(theirs) == list(range(1, NUM_STEPS + 1))
-    assert ours == theirs
-
-
-def fingerprints(job: Job) -> dict[str, Any]:
-    """Of the last step, by leaf."""
-    step = manifest.read(job.run.workdir / "checkpoints" / str(NUM_STEPS))
-    return {path: leaf.fingerprint for path, leaf in step.leaves.items()}
-
-
-def break_it(job: Job, who: str, index: int, when: int) -> None:
+def break_it(job: Any, who: str, index: int, when: int) -> None:
     job.start()
     job.wait_for_save(-when) if when < 0 else job.wait_for_step(when)
     down_secs = job.kill(who, index)
     code, out, err = job.finish()
     assert code == 0, err
-    assert down_secs < 3.0
-    assert "run          finished" in out
+    assert down_secs < job.down_secs + job.busy_secs
+    assert re.search(r"^(\[0\] )?run +finished$", out, re.MULTILINE), out
     first, *others = job.generations()
     assert len(others) == 1, [one.reason for one in others]
     assert [seat.name for seat in others[0].members] == ["process-0", "process-1"]
@@ -164,41 +44,14 @@ def break_it(job: Job, who: str, index: int, when: int) -> None:
     assert cause in others[0].reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("who", "index", "when"), KILLS)
 def test_a_kill_changes_no_number(
     job: Any, reference: Any, who: str, index: int, when: int
 ) -> None:
     one = job()
     break_it(one, who, index, when)
-    check_same(one, reference(2))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(NUM_RANDOM // 4))
-def test_random_kills(job: Any, reference: Any, seed: int) -> None:
-    rng = random.Random(seed)
-    one = job(elastic__host_lost_secs=10.0)
-    one.start()
-    for when in sorted(rng.sample(range(2, NUM_STEPS - 2), 4)):
-        one.wait_for_step(when)
-        who = rng.choice(["worker", "worker", "supervisor"])
-        assert one.kill(who, rng.randrange(2)) < 3.0
-    code, _, err = one.finish()
-    assert code == 0, err
-    check_same(one, reference(2))
-
-
-@pytest.mark.slow
-def test_four_processes(job: Any, reference: Any) -> None:
-    one = job(num_processes=4)
-    one.start()
-    one.wait_for_step(15)
-    assert one.kill("worker", 2) < 3.0
-    one.wait_for_step(25)
-    assert one.kill("worker", 0) < 3.0
-    code, _, err = one.finish()
-    assert code == 0, err
-    check_same(one, reference(4))
+    one.check_same(reference(2))
 
 
 @pytest.mark.slow
@@ -212,7 +65,7 @@ def test_a_stopped_worker_hangs_the_job_for_a_while(job: Any, reference: Any) ->
     reasons = [generation.reason for generation in one.generations()]
     assert len(reasons) == 2
     assert "no progress" in reasons[1], reasons
-    check_same(one, reference(2))
+    one.check_same(reference(2))
 
 
 @pytest.mark.slow
@@ -232,7 +85,7 @@ def test_a_stop_is_one_for_all(job: Any, reference: Any) -> None:
     assert code == 0, err
     second = one.generations()[1]
     assert (second.number, second.attempt) == (2, 0)
-    check_same(one, reference(2))
+    one.check_same(reference(2))
 
 
 @pytest.mark.slow
@@ -253,7 +106,7 @@ def test_members_that_do_not_see_each_other_for_a_while(
     code, _, err = one.finish()
     assert code == 0, err
     assert len(one.generations()) == 1
-    check_same(one, reference(2))
+    one.check_same(reference(2))
 
 
 @pytest.mark.slow

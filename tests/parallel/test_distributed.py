@@ -75,6 +75,19 @@ def test_what_a_collective_raises_is_a_lost_peer(error, is_lost):
         assert (fault.kind, fault.process) == (FaultKind.PEER_LOST, 1)
 
 
+@pytest.mark.parametrize(
+    ("error", "is_so"),
+    [
+        (ValueError(GLOO), True),
+        (jax.errors.JaxRuntimeError("... the coordination service agent ..."), True),
+        (ValueError("UNAVAILABLE: storage: connection reset by peer"), False),
+        (OSError(GLOO), False),
+    ],
+)
+def test_what_a_storage_says_is_no_lost_peer(error, is_so):
+    assert distributed.is_of_peers(error) == is_so
+
+
 def test_who_left_word_is_named_whatever_is_raised():
     note = {"process": 0, "kind": "exception", "text": "boom", "step": 4}
     mine = {"process": 1, "kind": "exception", "text": "mine", "step": 4}

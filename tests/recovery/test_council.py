@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from jaxft.records import FaultKind
@@ -34,6 +36,9 @@ def generation(number=1, seats=SEATS, **changes):
 
 def ended(kind, **fields):
     return WorkerExit(kind=kind, status=-9, **fields)
+
+
+ABORTED = WorkerExit(kind=FaultKind.KILLED, status=-6, evidence="killed by SIGABRT")
 
 
 def down(index, kind, secs=0.0, **fields):
@@ -135,6 +140,22 @@ def test_who_never_said_how_it_ended_is_the_cause():
     assert "process-2 ended together with its supervisor" in cause.evidence
     assert (cause.last_step, cause.committed_step) == (8, 5)
     assert cause.reached_first_step
+
+
+def test_an_abort_is_a_cause_only_where_there_is_no_other():
+    aborted = dataclasses.replace(down(1, FaultKind.KILLED, 1.0), ended=ABORTED)
+    killed = down(0, FaultKind.KILLED, 2.0, evidence="killed by SIGKILL")
+    lost = down(0, FaultKind.PEER_LOST, 0.5)
+    pair = generation(seats=SEATS[:2])
+
+    def cause(*downs):
+        return first_cause(pair, {one.member: one for one in downs})
+
+    assert cause(aborted, killed) == (killed.ended, NAMES[0])
+    gone, member = cause(aborted)
+    assert (gone.kind, member) == (FaultKind.PEER_LOST, NAMES[0])
+    assert "process-0 ended together with its supervisor" in gone.evidence
+    assert cause(aborted, lost) == (ABORTED, NAMES[1])
 
 
 def test_history_is_that_of_this_start(tmp_path):
