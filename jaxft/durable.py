@@ -14,16 +14,60 @@ import errno
 import os
 import pathlib
 import secrets
+import stat
 from collections.abc import Iterator
+from concurrent import futures
 
 # How the names begin that nobody reads: a kill in the middle leaves one.
 UNFINISHED = ".new-"
+
+_NUM_SYNC_THREADS = 8
+_WRITABLE = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 
 
 def sync_folder(path: str | os.PathLike[str]) -> None:
     """Makes the names in a folder durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def seal_folder(path: str | os.PathLike[str]) -> None:
+    """Makes all that is in a folder durable, and its files read-only.
+
+    A file of several names that is read-only already has gone through this under
+    another one, and is left alone.
+
+    Raises:
+        OSError: it could not be done.
+    """
+    files, folders = _loose_paths(os.fspath(path))
+    # Many small files wait for the disk one after the other, unless asked at once.
+    with futures.ThreadPoolExecutor(_NUM_SYNC_THREADS, "jaxft-sync") as threads:
+        list(threads.map(_seal_file, files))
+        list(threads.map(sync_folder, folders))
+
+
+def _loose_paths(folder: str) -> tuple[list[str], list[str]]:
+    """(files that are not sealed, folders with inner ones first)."""
+    files, folders = [], []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                inner_files, inner_folders = _loose_paths(entry.path)
+                files += inner_files
+                folders += inner_folders
+            elif (status := entry.stat()).st_nlink == 1 or status.st_mode & _WRITABLE:
+                files.append(entry.path)
+    return files, [*folders, folder]
+
+
+def _seal_file(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) & ~_WRITABLE)
         os.fsync(fd)
     finally:
         os.close(fd)

@@ -43,6 +43,23 @@ def test_the_bytes_are_durable_before_the_name_and_the_name_after(
     assert _no_leftovers(tmp_path)
 
 
+def test_a_sealed_folder_is_durable_and_read_only_and_linked_files_already_are(
+    tmp_path, synced
+):
+    folder = tmp_path / "a"
+    (folder / "b/c").mkdir(parents=True)
+    for name in ("one", "b/two", "b/c/linked", "b/c/loose"):
+        (folder / name).write_bytes(b"text")
+    for name in ("linked", "loose"):
+        os.link(folder / "b/c" / name, tmp_path / name)
+    (tmp_path / "linked").chmod(0o444)
+    durable.seal_folder(folder)
+    files = {path for path in folder.rglob("*") if path.is_file()}
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o444}
+    expected = {*folder.rglob("*"), folder} - {folder / "b/c/linked"}
+    assert sorted(path for path, _ in synced) == sorted(map(str, expected))
+
+
 def test_a_replacement_that_fails_leaves_what_was_there(tmp_path):
     path = tmp_path / "a"
     durable.replace(path, b"one")

@@ -11,9 +11,10 @@ import asyncio
 import dataclasses
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent import futures
 from typing import Any
 
-from jaxft.checkpoint import step_files
+_NUM_THREADS = 4  # One alone waits for the file system most of the time.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,24 +43,36 @@ def link_leaf(source: str, target: str) -> None:
     Raises:
         OSError: a file could not be linked.
     """
-    files = step_files.list_files(source)
-    if not files:
+    if not _link_files(source, target):
         raise FileNotFoundError(f"nothing to link in {source}")
-    for folder in dict.fromkeys(os.path.dirname(file) for file in files):
-        os.makedirs(os.path.join(target, folder), exist_ok=True)
-    for file in files:
-        os.link(os.path.join(source, file), os.path.join(target, file))
+
+
+def _link_files(source: str, target: str) -> int:
+    """How many files there are now, in all folders."""
+    os.makedirs(target, exist_ok=True)
+    num_files = 0
+    with os.scandir(source) as entries:
+        for entry in entries:
+            path = os.path.join(target, entry.name)
+            if entry.is_dir(follow_symlinks=False):
+                num_files += _link_files(entry.path, path)
+            else:
+                os.link(entry.path, path)
+                num_files += 1
+    return num_files
 
 
 async def link(infos: Sequence[Any], links: Mapping[str, str]) -> None:
     """Links leaves of one save, by Orbax's notes about them."""
-    targets = []
+    pairs = []
     for info in infos:
         await info.await_path_creation()
-        targets.append(os.path.join(os.fspath(info.parent_dir), info.name))
+        target = os.path.join(os.fspath(info.parent_dir), info.name)
+        pairs.append((links[info.name], target))
 
     def link_all() -> None:
-        for info, target in zip(infos, targets, strict=True):
-            link_leaf(links[info.name], target)
+        with futures.ThreadPoolExecutor(_NUM_THREADS, "jaxft-link") as threads:
+            list(threads.map(link_leaf, *zip(*pairs, strict=True)))
 
-    await asyncio.to_thread(link_all)
+    if pairs:
+        await asyncio.to_thread(link_all)

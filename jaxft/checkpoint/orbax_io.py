@@ -18,11 +18,9 @@ import json
 import os
 import pathlib
 import shutil
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent import futures
 from typing import Any
 
 import jax
@@ -54,8 +52,6 @@ Seal = Callable[[pathlib.Path], None]
 
 # At most so much is held at once while a step is read only to see whether it can be.
 _PROBE_BYTES = 2**28
-_NUM_SYNC_THREADS = 8
-_WRITABLE = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 
 
 class _DurablePath(ocp.path.atomicity.AtomicRenameTemporaryPath):
@@ -117,32 +113,13 @@ class _DurablePath(ocp.path.atomicity.AtomicRenameTemporaryPath):
 
 def _commit(sealed: Path, step_path: Path, may_commit: MayCommit) -> None:
     """Everything durable and read-only, then the name, then the name durable."""
-    folders = list(os.walk(sealed, topdown=False))
-    paths = [
-        os.path.join(folder, file) for folder, _, files in folders for file in files
-    ]
-    # Many small files wait for the disk one after the other, unless asked at once.
-    with futures.ThreadPoolExecutor(_NUM_SYNC_THREADS, "jaxft-sync") as threads:
-        list(threads.map(_sync_file, paths))
-        list(threads.map(durable.sync_folder, [folder for folder, _, _ in folders]))
+    durable.seal_folder(sealed)
     if os.path.lexists(step_path):
         raise FileExistsError(errno.EEXIST, "a step of this name is there", step_path)
     if problem := may_commit():
         raise PermissionError(errno.EPERM, problem, step_path)
     os.rename(sealed, step_path)
     durable.sync_folder(os.path.dirname(step_path))
-
-
-def _sync_file(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        status = os.fstat(fd)
-        if status.st_nlink > 1 and not status.st_mode & _WRITABLE:
-            return  # It is a file of a committed step as well.
-        os.fchmod(fd, stat.S_IMODE(status.st_mode) & ~_WRITABLE)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def remove_unfinished(step_path: str) -> None:

@@ -93,6 +93,7 @@ class Proof:
         self._health = patterns.Patterns(health)
         self._digests = Digests(state, memory_bytes=arrays.memory_bytes)
         self._carried: Mapping[str, LeafEntry] = {}
+        self._base: Manifest | None = None  # of what is carried
 
     def plan_links(
         self,
@@ -131,6 +132,7 @@ class Proof:
         asked = incremental.candidates(types, **settings)
         if not asked:
             return
+        self._base = base
         self.start_digests()
         state = os.path.join(base_path, layout.STATE_ITEM)
 
@@ -179,7 +181,9 @@ class Proof:
         bad = self.bad_leaves(digests)
         if bad and jax.process_count() == 1:
             raise UnhealthyError(bad)
-        files = step_files.collect_files(folder, array_layout=self.arrays.layout)
+        files = step_files.collect_files(
+            folder, array_layout=self.arrays.layout, known=self._linked_files()
+        )
         names = self._digests.names
         sizes = array_store.measure_leaves(
             folder,
@@ -215,6 +219,14 @@ class Proof:
         manifests.write(folder, self.manifest)
         self.facts["linked_bytes"] = sum(e.num_bytes for e in self._carried.values())
         self.facts["num_linked"] = len(self._carried)
+
+    def _linked_files(self) -> dict[str, step_files.FileEntry]:
+        """What the step they come from says of the files that are linked."""
+        if self._base is None:
+            return {}
+        names = {entry.name for entry in self._carried.values()}
+        files = self._base.files
+        return {path: files[path] for path in step_files.of_leaves(files, names)}
 
     @property
     def is_unhealthy(self) -> bool:

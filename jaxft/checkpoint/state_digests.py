@@ -141,8 +141,8 @@ class Digests:
             small = _small({path: view.array for path, view in asked.items()})
             for path in small:
                 self._host[path] = fingerprints.digest_array(asked[path].array)
-            large = {path: asked[path].back() for path in asked if path not in small}
-            self._host |= fingerprint.start_digests(large).result()
+            large = {path: asked[path] for path in asked if path not in small}
+            self._host |= fingerprint.start_digests(_back(large)).result()
             for path in asked:
                 del self._views[path]
 
@@ -202,12 +202,20 @@ class _View:
         if leaves.is_key(leaf.dtype):
             leaf = jax.random.key_data(leaf)
         self.array = np.asarray(leaf)
-        self._place = leaf.sharding if leaf.committed else None
+        self.place = leaf.sharding if leaf.committed else None
 
-    def back(self) -> jax.Array:
-        """The leaf again, in the same memory."""
-        with jax.enable_x64(True):  # Else what has 64 bits would lose half of them.
-            return jax.device_put(self.array, self._place)
+
+def _back(views: Mapping[str, _View]) -> dict[str, jax.Array]:
+    """The leaves again, in the same memory."""
+    by_place: dict[Any, list[str]] = {}
+    for path, view in views.items():
+        by_place.setdefault(view.place, []).append(path)
+    found: dict[str, jax.Array] = {}
+    with jax.enable_x64(True):  # Else what has 64 bits would lose half of them.
+        for place, paths in by_place.items():
+            arrays = jax.device_put([views[path].array for path in paths], place)
+            found |= zip(paths, arrays, strict=True)
+    return {path: found[path] for path in views}
 
 
 def _split(

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxft.checkpoint import layout
@@ -44,7 +44,10 @@ class FileEntry:
 
 
 def collect_files(
-    step_path: str | os.PathLike[str], *, array_layout: str
+    step_path: str | os.PathLike[str],
+    *,
+    array_layout: str,
+    known: Mapping[str, FileEntry] | None = None,
 ) -> dict[str, FileEntry]:
     """Length and sha256 of every file of a finished step but the manifest's.
 
@@ -52,14 +55,21 @@ def collect_files(
         step_path: the step's folder, whatever it is called by now.
         array_layout: `files` or `ocdbt`; chunks of `files` that end in crc32c are
             not read, nor large data files of `ocdbt`.
+        known: what was written of files that are linked: it stays true whatever has
+            become of them since. They are not read, if their length is as it was.
 
     Raises:
         OSError: a file cannot be read.
     """
     sizes = list_files(step_path)
+    linked = {
+        path: entry
+        for path, entry in (known or {}).items()
+        if sizes.get(path) == entry.num_bytes
+    }
     checksums: dict[str, str] = {}
     if array_layout == "files":
-        is_proven = _self_proving(step_path, sizes)
+        is_proven = _self_proving(step_path, sizes, linked=linked)
         checksums = {path: _checksum(step_path, path) for path in is_proven}
     else:
         is_proven = {
@@ -67,9 +77,11 @@ def collect_files(
             for path, size in sizes.items()
             if size > MAX_DIGESTED_BYTES and is_database_part(path)
         }
-    digests = digest_files(step_path, [path for path in sizes if path not in is_proven])
+    unknown = [path for path in sizes if path not in is_proven and path not in linked]
+    digests = digest_files(step_path, unknown)
     return {
-        path: FileEntry(
+        path: linked.get(path)
+        or FileEntry(
             path=path,
             num_bytes=size,
             sha256=digests.get(path, ""),
@@ -119,6 +131,21 @@ def leaf_folder(path: str, files: Mapping[str, Any]) -> str:
     return ""
 
 
+def of_leaves(files: Mapping[str, Any], names: Collection[str]) -> list[str]:
+    """Those files of a step, of layout `files`, that belong to leaves of these names.
+
+    Args:
+        files: all files of the step by path.
+        names: the names that the leaves are stored under.
+    """
+    folders = {f"{layout.STATE_ITEM}/{name}" for name in names}
+    return [
+        path
+        for path in files
+        if leaf_folder(path, files) in folders or os.path.dirname(path) in folders
+    ]
+
+
 def is_database_part(path: str) -> bool:
     """Whether a file of layout `ocdbt` is one of those that hold nodes and values."""
     item, *folders, _ = path.split("/")
@@ -126,12 +153,15 @@ def is_database_part(path: str) -> bool:
 
 
 def _self_proving(
-    step_path: str | os.PathLike[str], files: Mapping[str, int]
+    step_path: str | os.PathLike[str],
+    files: Mapping[str, int],
+    *,
+    linked: Collection[str],
 ) -> set[str]:
-    """The chunk files whose array says that they end in crc32c."""
+    """The chunk files, but for linked ones, whose array says they end in crc32c."""
     by_folder: dict[str, list[str]] = {}
     for path in files:
-        if folder := leaf_folder(path, files):
+        if path not in linked and (folder := leaf_folder(path, files)):
             by_folder.setdefault(folder, []).append(path)
     proven: set[str] = set()
     for folder, chunks in by_folder.items():

@@ -33,7 +33,7 @@ from jaxft.parallel.partial_sums import block_sums, has_wide_index
 # ones a program takes a few, since with each sum it takes longer to compile.
 _STACK_LEAVES = 64
 _STACK_BYTES = 1 << 20
-_APART_LEAVES = 8  # On CPU in one reduction: the keys of their places are the same.
+_APART_LEAVES = 12  # On CPU in one reduction: the keys of their places are the same.
 
 # The TPU compiler takes time in proportion to the size of a reduction: seconds for
 # millions of elements. A loop over blocks of this many is compiled at once.
@@ -362,4 +362,21 @@ def _program(kind: _Kind) -> Any:
             return on_mesh(leaves, kind.sharding)
         return sums(leaves, bases[0])
 
-    return jax.jit(digest)
+    return jax.jit(digest, compiler_options=_compiler_options(device.platform))
+
+
+@functools.lru_cache(maxsize=8)
+def _compiler_options(platform: str) -> dict[str, int] | None:
+    """On CPU the widest vectors there are, whose registers hold the sums of all leaves.
+
+    Where a processor has no vectors of 512 bits, the compiler cuts them: it is a wish.
+    """
+    if platform != "cpu":
+        return None
+    options = {"xla_cpu_prefer_vector_width": 512}
+    probe = jax.jit(lambda: jnp.uint32(0), compiler_options=options)
+    try:
+        probe.lower().compile()
+    except jax.errors.JaxRuntimeError:
+        return None  # XLA keeps no promises about its options.
+    return options

@@ -178,6 +178,26 @@ def test_links_go_on_after_a_restart_and_outlive_what_they_came_from(tmp_path):
     assert verify.verify_step(tmp_path / "6") == []
 
 
+@pytest.mark.parametrize("file", ["zarr.json", "c/0"])
+@pytest.mark.parametrize("place", [0, -1])
+def test_what_rots_before_it_is_linked_is_not_taken_for_what_was_written(
+    tmp_path, file, place
+):
+    _fill(tmp_path, 1, 2)
+    path = tmp_path / "1/state/frozen" / file
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.chmod(0o600)
+    path.write_bytes(data)
+    path.chmod(0o400)
+    _fill(tmp_path, 3)
+    assert _inode(tmp_path, 3) == _inode(tmp_path, 1)
+    problems = verify.verify_step(tmp_path / "3")
+    assert any(problem.path.startswith("state/frozen") for problem in problems)
+    restored = manager.CheckpointManager(tmp_path).restore(_state(0))
+    assert restored.step == 2
+
+
 @pytest.mark.parametrize("settings", [{"full_every": 0}, {"layout": "ocdbt"}])
 def test_where_nothing_is_linked(tmp_path, settings):
     events = Events()

@@ -105,6 +105,21 @@ def test_only_chunks_that_end_in_a_checksum_have_no_digest(step):
     assert all(entry.sha256 for entry in ocdbt.values())
 
 
+def test_a_linked_file_is_what_it_was_when_it_was_written(step):
+    known = step_files.collect_files(step, array_layout="files")
+    paths = step_files.of_leaves(known, {"a.w"})
+    assert paths == [path for path in known if path.startswith("state/a.w/")]
+    for path in ("state/a.w/zarr.json", "state/a.w/c/0/0"):
+        data = (step / path).read_bytes()
+        (step / path).write_bytes(data.replace(b"e", b"d"))
+    shorter = step / "state/a.w/c/0/1"
+    shorter.write_bytes(shorter.read_bytes()[1:])
+    linked = {path: known[path] for path in paths}
+    found = step_files.collect_files(step, array_layout="files", known=linked)
+    differing = {path for path in known if found[path] != known[path]}
+    assert differing == {"state/a.w/c/0/1"}
+
+
 def test_only_large_data_files_of_a_database_have_no_digest(step):
     small, large = bytes(step_files.MAX_DIGESTED_BYTES), bytes(2**22 + 1)
     names = ["state/d/1", "state/ocdbt.process_0/d/2", "state/a.w/x/d/3", "run/d/4"]
