@@ -98,8 +98,7 @@ class Team:
 
     def ends_alone(self, fault: Fault) -> bool:
         """Whether the others may not end at the same border by themselves."""
-        together = (FaultKind.NONFINITE, FaultKind.SPIKE, FaultKind.SAVE_FAILED)
-        return self._place.num_processes > 1 and fault.kind not in together
+        return self._place.num_processes > 1 and fault.kind not in distributed.OF_ALL
 
     def begin_end(self) -> None:
         """From here on the main thread ends the process, and nobody else does."""

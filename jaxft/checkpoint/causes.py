@@ -1,7 +1,7 @@
 """Why a save or a read failed, in two words, and what to do about it.
 
-World: host-only. Floor: beside `layout`. Read `jaxft/checkpoint/orbax_io.py` and
-`jaxft/checkpoint/saves.py` next, which ask.
+World: host-only. Floor: the lowest of `checkpoint`. Read
+`jaxft/checkpoint/orbax_io.py` and `jaxft/checkpoint/saves.py` next, which ask.
 """
 
 from __future__ import annotations

@@ -128,7 +128,8 @@ class Saves:
 
         Raises:
             FaultError: kind SAVE_FAILED: an earlier save failed, in some process, or
-                the one in flight is not over in time.
+                the one in flight is not over in time. Kind PEER_LOST: another
+                process does not come.
         """
         try:
             with together.same_end(f"save step {step}"):
@@ -137,7 +138,7 @@ class Saves:
                 else:
                     self.raise_news()
         except records.FaultError as error:
-            if error.fault.kind is records.FaultKind.SAVE_FAILED:
+            if error.fault.kind is not records.FaultKind.CONFIG:
                 raise
             raise self.refuse(step, error) from error
         flying = self.in_flight

@@ -1,7 +1,7 @@
 """What several processes must agree on before one of them acts.
 
-World: device. Floor: the lowest of `checkpoint`. Read `jaxft/checkpoint/restore.py`
-next, its main user.
+World: device. Floor: above `causes`. Read `jaxft/checkpoint/restore.py` next, its main
+user.
 
 Each function is a call that all processes make at the same place; alone, a process
 agrees with itself and nothing is sent. What one sees of a disk another may not see,
@@ -17,7 +17,10 @@ and has a deadline of its own; what then goes by collectives is over at once.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,9 +30,14 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from jaxft import records
+from jaxft.checkpoint import causes
+from jaxft.parallel import distributed, roll_call
 
 # Far more than any read takes: only who never comes is to be noticed by it.
 _DEADLINE_SECS = 3600.0
+# How long a wait is before it is told of, and then twice as long, and so on.
+_TELL_SECS = 5.0
+_NAMES = re.compile(r"timed out task names:\s*((?:\d+\s*)+)")
 
 
 @contextlib.contextmanager
@@ -41,8 +49,8 @@ def same_end(what: str, *, deadline_secs: float = _DEADLINE_SECS) -> Iterator[No
         deadline_secs: how long after the first process the last one may be ready.
 
     Raises:
-        FaultError: kind CONFIG: another process failed; its own error says why. Kind
-            EXCEPTION: one was not ready in time.
+        FaultError: kind CONFIG: another process failed; it tells which and why, and
+            comes from a `causes.PeerError`. Kind PEER_LOST: one was not ready in time.
         Exception: this one did.
     """
     failure: Exception | None = None
@@ -57,30 +65,63 @@ def same_end(what: str, *, deadline_secs: float = _DEADLINE_SECS) -> Iterator[No
             raise
         raise failure from None
     bad = where(failure is not None)
+    if not bad:
+        return
+    try:
+        reasons = gather("" if failure is None else records.first_line(failure))
+    except Exception:
+        if failure is None:
+            raise
+        raise failure from None
     if failure is not None:
         raise failure
-    if bad:
-        text = f"process {bad[0]} cannot {what}; its own message says why"
-        raise records.fault_error(records.FaultKind.CONFIG, text)
+    peer = causes.PeerError(bad[0], reasons[bad[0]])
+    text = f"process {peer.process} cannot {what}: {peer.cause}"
+    raise records.fault_error(records.FaultKind.CONFIG, text) from peer
 
 
 def _wait_for_all(what: str, *, deadline_secs: float) -> None:
-    """Returns in all processes when the last one has called it.
+    """Returns in all processes when the last one has called it; a long wait is told.
 
     Raises:
-        FaultError: kind EXCEPTION: that was not in time.
+        FaultError: kind PEER_LOST: somebody was not in time; it names who.
     """
     if jax.process_count() == 1:
         return
     wait = ocp.multihost.get_barrier_sync_fn()
-    try:
-        wait(key="jaxft", timeout_ms=round(deadline_secs * 1000))
-    except jax.errors.JaxRuntimeError as error:
-        reason = records.first_line(error)
-        text = (
-            f"waited at most {deadline_secs:g} s until all processes {what}: {reason}"
-        )
-        raise records.fault_error(records.FaultKind.EXCEPTION, text) from error
+    began, tell_secs = time.monotonic(), _TELL_SECS
+    # Many, one after the other: each passes, or runs out of time, for all alike.
+    for number in itertools.count():
+        left_secs = max(0.5, deadline_secs - (time.monotonic() - began))
+        wait_secs = min(tell_secs, left_secs)
+        try:
+            wait(key=f"jaxft.{number}", timeout_ms=round(wait_secs * 1000))
+            return
+        except jax.errors.JaxRuntimeError as error:
+            waited_secs, absent = time.monotonic() - began, _absent(error)
+            is_late = waited_secs >= deadline_secs
+            if is_late or "DEADLINE_EXCEEDED" not in str(error):
+                who = f"{roll_call.words(absent)} did not come"
+                reason = who if absent else records.first_line(error)
+                text = (
+                    f"waited at most {deadline_secs:g} s until all processes {what}: "
+                    f"{reason}"
+                )
+                fault = records.Fault(
+                    kind=records.FaultKind.PEER_LOST,
+                    process=absent[0] if absent else jax.process_index(),
+                    evidence=text,
+                )
+                raise records.FaultError(fault) from error
+        if waited_secs >= tell_secs:
+            tell_secs *= 2
+            distributed.tell_wait(what, absent=absent, secs=waited_secs)
+
+
+def _absent(error: BaseException) -> list[int]:
+    """The processes that a barrier has waited for in vain, where it says so."""
+    found = _NAMES.search(str(error))
+    return sorted(map(int, found[1].split())) if found else []
 
 
 def where(is_so: bool) -> list[int]:

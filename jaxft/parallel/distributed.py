@@ -44,6 +44,9 @@ from jaxft.records import (
     ignore_event,
 )
 
+# All processes end by these, at one border; whoever sees it first may be faster.
+OF_ALL = (FaultKind.NONFINITE, FaultKind.SPIKE, FaultKind.SAVE_FAILED)
+
 _FOLDER = "jaxft"
 _POLL_SECS = 0.02
 _LISTEN_SECS = 0.2
@@ -61,6 +64,10 @@ _OF_PEERS = re.compile(
 )
 # Of these no storage speaks.
 _OF_COLLECTIVES = re.compile(r"gloo|nccl|coordination service", re.IGNORECASE)
+
+
+# The job of this process, once it has joined one.
+_joined: list[Job] = []
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -257,14 +264,17 @@ def is_of_peers(error: BaseException) -> bool:
 
 
 def lost_by(end: PeerEnd, place: JobPlace) -> Fault:
-    """What the end of another process is for this one: a stop, or a lost peer."""
-    is_stop = end.kind == FaultKind.STOPPED
-    return Fault(
-        kind=FaultKind.STOPPED if is_stop else FaultKind.PEER_LOST,
-        step=end.step,
-        process=place.process_index,
-        evidence=f"process {end.process} has ended ({end.kind}): {end.text}",
-    )
+    """What the end of another process is for this one.
+
+    A stop, the same fault where it is one of all of them, else a lost peer.
+    """
+    text = f"process {end.process} has ended ({end.kind}): {end.text}"
+    process, kind = place.process_index, FaultKind.PEER_LOST
+    if end.kind == FaultKind.STOPPED:
+        kind = FaultKind.STOPPED
+    elif end.kind in OF_ALL:
+        process, kind, text = end.process, FaultKind(end.kind), end.text
+    return Fault(kind=kind, step=end.step, process=process, evidence=text)
 
 
 def connect(
@@ -321,7 +331,14 @@ def connect(
         text = f"{place} could not join at {place.coordinator}: {first_line(error)}"
         raise fault_error(FaultKind.PEER_LOST, text) from error
     job._is_joined = True
+    _joined.append(job)
     return job
+
+
+def tell_wait(what: str, *, absent: list[int], secs: float) -> None:
+    """Tells the history of a wait for others that is not one of a `Job`'s own."""
+    for job in _joined[-1:]:
+        job._emit("peer_wait", what=what, absent=absent, secs=secs)
 
 
 def _bound_collectives(secs: float) -> None:

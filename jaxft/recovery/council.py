@@ -11,6 +11,7 @@ two do not, for they see different halves, a file that can be made only once dec
 from __future__ import annotations
 
 import dataclasses
+import math
 import signal
 from collections.abc import Callable, Mapping, Sequence
 
@@ -21,6 +22,8 @@ from jaxft.recovery.policy import CacheMode, WorkerExit
 
 # These come of somebody's end and are no cause of their own.
 _CONSEQUENCES = (FaultKind.PEER_LOST, FaultKind.STOPPED, None)
+# In times of the silence after which a member is lost: it must come as far as a save.
+_LEAVE_ALONE = 4.0
 
 
 def member_name(index: int) -> str:
@@ -54,6 +57,7 @@ def assess(
     downs: Mapping[str, Down],
     sights: Mapping[str, Sight],
     has_ended: bool = False,
+    has_just_begun: bool = False,
 ) -> Standing:
     """Sorts the members of a job.
 
@@ -63,6 +67,9 @@ def assess(
         downs: of it.
         sights: of the members, where there is any.
         has_ended: nothing follows the newest one; who was in it leaves.
+        has_just_begun: the newest one was seen to begin: so its members lived, whatever
+            is seen of them. Else two halves that do not see each other would begin
+            one after the other, and none of them would come far.
     """
     ready, busy, unsure, absent = [], [], [], []
     survives = False
@@ -70,7 +77,9 @@ def assess(
         sight = sights.get(name)
         life = Life.LEFT if sight is None else sight.life
         is_in_it = sight is not None and newest is not None and sight.seat in newest
-        if life is Life.UNKNOWN:
+        if life is Life.SILENT and is_in_it and has_just_begun and name not in downs:
+            busy.append(name)
+        elif life is Life.UNKNOWN:
             unsure.append(name)
         elif life is not Life.ALIVE:
             absent.append(name)
@@ -86,6 +95,39 @@ def assess(
         absent=tuple(absent),
         survives=survives,
     )
+
+
+class Beginnings:
+    """Which generations of others were seen to begin: they are left alone for a while.
+
+    Args:
+        lost_secs: silence after which a member is lost.
+        clock: seconds, never backwards.
+    """
+
+    def __init__(self, lost_secs: float, *, clock: Callable[[], float]):
+        self._secs = _LEAVE_ALONE * lost_secs
+        self._clock = clock
+        self._number: int | None = None
+        self._until = -math.inf
+
+    def look(self, number: int, *, is_in_it: bool) -> bool:
+        """Whether the newest generation is another one than at the last look.
+
+        Args:
+            number: of the newest one; 0 for none.
+            is_in_it: this member is in it.
+        """
+        is_first, is_new = self._number is None, number != self._number
+        if is_new and not is_first and not is_in_it:
+            self._until = self._clock() + self._secs
+        self._number = number
+        return is_new
+
+    @property
+    def has_just_begun(self) -> bool:
+        """Whether the newest one shall be left alone."""
+        return self._clock() < self._until
 
 
 def first_cause(

@@ -10,15 +10,18 @@ own besides, so that it is there once, and what a dead one left running is waite
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import pathlib
+import re
 import time
 from collections.abc import Callable
 from typing import Any
 
 from jaxft.records import FaultKind, fault_error
+from jaxft.recovery.generations import FOLDER as GENERATIONS
 from jaxft.recovery.members import FOLDER
 from jaxft.recovery.workdir import (
     RETRY_SECS,
@@ -27,6 +30,9 @@ from jaxft.recovery.workdir import (
     absolute,
     lock_folder,
 )
+
+_OF_MEMBERS = re.compile(r"process-\d+\.(json|lock)|\.process-\d+\..*")
+_OF_GENERATIONS = re.compile(r"\d+(\..*)?\.json")
 
 
 class JobLock(WorkdirLock):
@@ -125,7 +131,8 @@ class JobLock(WorkdirLock):
                 fcntl.flock(held, fcntl.LOCK_SH)
 
     def _owner_fields(self) -> dict[str, Any]:
-        return {**super()._owner_fields(), "job": self._job}
+        made = [str(path) for path in self._made]
+        return {**super()._owner_fields(), "job": self._job, "made": made}
 
     def _take_member(self) -> bool:
         folder = self.workdir / FOLDER
@@ -148,4 +155,23 @@ class JobLock(WorkdirLock):
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return  # Others of the job are there.
+        owner = self._owner() or {}
+        if owner.get("job") == self._job and not self._was_entered():
+            # The last one leaves for all: also what whoever came first has made.
+            self._made = [pathlib.Path(path) for path in owner.get("made", [])]
+            if self.path in self._made:
+                self._remove_talk()
         super()._undo()
+
+    def _was_entered(self) -> bool:
+        return (self.workdir / "config.json").exists()
+
+    def _remove_talk(self) -> None:
+        """What the members of a job that never began have told each other."""
+        for folder, names in ((FOLDER, _OF_MEMBERS), (GENERATIONS, _OF_GENERATIONS)):
+            with contextlib.suppress(OSError):
+                for path in list((self.workdir / folder).iterdir()):
+                    if names.fullmatch(path.name):
+                        path.unlink()
+                # Where anything else is in it, it stays.
+                (self.workdir / folder).rmdir()

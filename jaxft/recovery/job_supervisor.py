@@ -108,6 +108,7 @@ class JobSupervisor(Supervisor):
         self._call_off: council.CallOff | None = None
         # A generation that had ended before this member came.
         self._old_end: int | None = None
+        self._beginnings = council.Beginnings(rules.lost_secs, clock=self._clock)
         self._quiet_since: float | None = None
         self._tell_at = -math.inf
         self._decided = 0
@@ -160,6 +161,8 @@ class JobSupervisor(Supervisor):
             self._old_end = number if end is not None and not is_in_it else -1
         if end is not None and number != self._old_end:
             return end
+        if self._beginnings.look(number, is_in_it=is_in_it):
+            self._quiet_since = None
         begun = 0 if self.generation is None else self.generation.number
         if newest is not None and is_in_it and number > begun:
             return newest
@@ -171,6 +174,7 @@ class JobSupervisor(Supervisor):
             downs=downs,
             sights=sights,
             has_ended=end is not None,
+            has_just_begun=self._beginnings.has_just_begun,
         )
         if self._stop_reason:
             return self._stop_between(number, standing, is_in_it=is_in_it)

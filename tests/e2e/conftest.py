@@ -7,6 +7,7 @@ import os
 import pathlib
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -49,7 +50,8 @@ class Command:
     """One `python -m jaxft.main` on one workdir.
 
     Its compile cache is warm, as after a restart, unless the workdir is to be `cold`.
-    `num_devices` are the CPU devices of the next start.
+    `num_devices` are the CPU devices of the next start; `prefix` is a command that
+    becomes it, such as `unshare`.
     """
 
     def __init__(self, workdir: pathlib.Path, settings: dict[str, Any], *, cold: bool):
@@ -59,6 +61,7 @@ class Command:
         self._cache = workdir / "compile_cache"
         self.is_cold = cold
         self.num_devices = 1
+        self.prefix: list[str] = []
 
     def keep_programs(self) -> None:
         """Adds what was compiled here to what the next commands begin with."""
@@ -88,7 +91,7 @@ class Command:
     def start(self, *words: str) -> subprocess.Popen[str]:
         self.warm()
         self.process = subprocess.Popen(
-            self.argv(*words),
+            [*self.prefix, *self.argv(*words)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -294,8 +297,11 @@ class Job:
             assert time.monotonic() < deadline, pids
             time.sleep(0.01)
 
+    def files(self) -> Generations:
+        return Generations(self.run.workdir)
+
     def generations(self) -> list[Generation]:
-        files = Generations(self.run.workdir)
+        files = self.files()
         found = [files.read(n) for n in range(1, files.newest_number() + 1)]
         assert None not in found
         return [generation for generation in found if generation is not None]
@@ -315,6 +321,54 @@ class Job:
         num_steps = other.run.settings["train.num_steps"]
         assert sorted(theirs) == list(range(1, num_steps + 1))
         assert ours == theirs
+
+
+class Hosts(Job):
+    """The two members of a job, each a command of its own, as on hosts of their own."""
+
+    def __init__(self, commands: Sequence[Command]):
+        super().__init__(commands[0], len(commands))
+        self.commands = commands
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+
+    def start(self, *indices: int) -> None:
+        """Starts these, or all."""
+        for index in indices or range(self.num_processes):
+            self.commands[index].start(
+                f"--num_processes={self.num_processes}",
+                f"--process_index={index}",
+                f"--coordinator={self.coordinator}",
+            )
+
+    def kill_host(self, index: int) -> float:
+        """A whole one; seconds until the workers of the others are dead, too."""
+        living = list(self.running("worker").values())
+        process = self.commands[index].process
+        assert process is not None
+        began = time.monotonic()
+        process.kill()
+        self.wait_until_dead(living)
+        secs = time.monotonic() - began
+        process.communicate()
+        return secs
+
+    def finish(self, *, code: int = 0) -> None:
+        for command in self.commands:
+            found, _, err = command.finish(timeout_secs=240)
+            assert found == code, err
+
+
+@pytest.fixture
+def hosts(command: Callable[..., Command]) -> Callable[..., Hosts]:
+    """Makes jobs whose members are started one by one, of 40 steps."""
+
+    def make(name: str = "run", **settings: Any) -> Hosts:
+        settings = {"train__num_steps": 40} | settings
+        return Hosts([command(name, **settings) for _ in range(2)])
+
+    return make
 
 
 @pytest.fixture

@@ -160,14 +160,16 @@ class Job:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
-    def wait_for_step(self, step: int, *, timeout_secs: float = 80.0) -> None:
+    def wait_for_step(self, step: int, *, timeout_secs: float = 150.0) -> None:
         """Returns when process 0 has told of `step`."""
         self.wait_for(
             lambda: any(e["step"] >= step for e in self.events("step")),
             timeout_secs=timeout_secs,
         )
 
-    def wait_for(self, ready: Callable[[], Any], *, timeout_secs: float = 80.0) -> None:
+    def wait_for(
+        self, ready: Callable[[], Any], *, timeout_secs: float = 150.0
+    ) -> None:
         deadline = time.monotonic() + timeout_secs
         while not ready():
             if time.monotonic() > deadline or any(

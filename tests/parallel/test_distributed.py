@@ -45,6 +45,13 @@ def test_the_end_of_another_is_a_stop_or_a_loss(kind, expected):
     assert fault.evidence == f"process 3 has ended ({kind}): it said so"
 
 
+def test_what_ends_all_is_the_same_fault_in_all():
+    end = distributed.PeerEnd(process=3, kind="save_failed", text="disk full", step=7)
+    fault = distributed.lost_by(end, SECOND)
+    assert (fault.kind, fault.process) == (FaultKind.SAVE_FAILED, 3)
+    assert (fault.step, fault.evidence) == (7, "disk full")
+
+
 def joined(notes):
     """A job whose notes are here and not with process 0."""
     job = distributed.Job(SECOND)

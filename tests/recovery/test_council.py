@@ -8,6 +8,7 @@ import pytest
 
 from jaxft.records import FaultKind
 from jaxft.recovery.council import (
+    Beginnings,
     Lookout,
     assess,
     first_cause,
@@ -77,6 +78,32 @@ def test_between_two_generations():
     assert seen.ready == ("process-1", "process-3")
     assert seen.absent == ("process-2",)
     assert seen.survives
+
+
+def test_those_of_a_generation_that_was_seen_to_begin_are_no_absent_ones():
+    lives = sights(ALIVE, SILENT, LEFT, UNKNOWN)
+    others = generation(2, SEATS[1:])
+    given = {"newest": others, "downs": {}, "sights": lives}
+    seen = assess(NAMES, **given, has_just_begun=True)
+    assert (seen.ready, seen.busy) == (("process-0",), ("process-1",))
+    assert (seen.unsure, seen.absent) == (("process-3",), ("process-2",))
+    assert assess(NAMES, **given).absent == ("process-1", "process-2")
+
+
+def test_what_begins_without_one_is_left_alone_for_a_while():
+    now = [0.0]
+    beginnings = Beginnings(10.0, clock=lambda: now[0])
+    # What was there before may be long over.
+    assert beginnings.look(3, is_in_it=False)
+    assert not beginnings.look(3, is_in_it=False)
+    assert not beginnings.has_just_begun
+    assert beginnings.look(4, is_in_it=True)
+    assert not beginnings.has_just_begun
+    assert beginnings.look(5, is_in_it=False)
+    now[0] = 39.0
+    assert beginnings.has_just_begun
+    now[0] = 41.0
+    assert not beginnings.has_just_begun
 
 
 def test_after_the_end_who_was_in_it_leaves():

@@ -82,4 +82,33 @@ def test_a_start_that_is_refused_leaves_nothing_of_its_own(tmp_path):
     one.release(undo=True)
     assert (tmp_path / "run" / "lock").exists()  # The other one still has it.
     two.release(undo=True)
-    assert not is_in_use(tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["config.json", "lock"])
+def test_a_start_that_is_refused_leaves_what_was_there(tmp_path, name):
+    (tmp_path / name).write_text("")
+    for folder in ("members", "generations"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "1.json").write_text("")
+    one = join(tmp_path, "process-0")
+    two = join(tmp_path, "process-1")
+    one.release(undo=True)
+    two.release(undo=True)
+    assert (tmp_path / name).exists()
+    assert (tmp_path / "generations" / "1.json").exists()
+    assert (tmp_path / "members" / "1.json").exists()
+
+
+def test_a_start_that_is_refused_removes_what_its_members_told_and_no_more(tmp_path):
+    (tmp_path / "members").mkdir()
+    (tmp_path / "members" / "mine.txt").write_text("mine")
+    one = join(tmp_path, "process-0")
+    (tmp_path / "generations").mkdir()
+    for path in ("generations/1.json", "generations/1.down.process-0.json"):
+        (tmp_path / path).write_text("{}")
+    for path in ("members/process-0.json", "members/.process-0.abc"):
+        (tmp_path / path).write_text("{}")
+    one.release(undo=True)
+    left = [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")]
+    assert sorted(left) == ["members", "members/mine.txt"]
