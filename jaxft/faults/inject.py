@@ -67,7 +67,8 @@ class Injector:
         process: int = 0,
     ):
         self._folder = pathlib.Path(workdir, "faults")
-        self._plan = [f for f in plan if f.process == process or f.kind in OF_BATCHES]
+        # Bad data is bad for all, and told by one: the first.
+        self._plan = [f for f in plan if f.process == process]
         self._root = root
         self._committed = committed
         self._acts = acts

@@ -49,6 +49,15 @@ def test_once_over_all_starts(tmp_path):
     assert len(told) == 1
 
 
+def test_bad_data_is_told_by_the_first_process_alone(tmp_path):
+    told = []
+    for process in (1, 0, 1):
+        make(tmp_path, "nan_grad@3", told=told, process=process).at_draw(4, 3)
+    ((kind, fields),) = told
+    assert (kind, fields["process"], fields["batch"]) == ("injected", 0, 3)
+    assert os.listdir(tmp_path / "faults") == ["1.json"]
+
+
 def test_times(tmp_path):
     for _ in range(2):
         with pytest.raises(InjectedError):

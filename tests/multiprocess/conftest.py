@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import subprocess
@@ -89,6 +90,7 @@ class Job:
             only: those that are started; the others never come.
             late_secs: how much later than the others some are started.
         """
+        self._warm()
         self._began = time.monotonic()
         self._logs.mkdir(parents=True, exist_ok=True)
         port = free_port()
@@ -124,7 +126,24 @@ class Job:
             self.processes.append(process)
         return self
 
-    def finish(self, *, timeout_secs: float = 90.0) -> list[Result]:
+    def _warm(self) -> None:
+        """Fills the compile cache by what earlier jobs of this session compiled."""
+        cache = self.workdir / "compile_cache"
+        if _programs().is_dir() and not cache.exists():
+            shutil.copytree(_programs(), cache)
+
+    def keep_programs(self) -> None:
+        """Adds what was compiled here to what the next jobs begin with."""
+        cache = self.workdir / "compile_cache"
+        for path in cache.glob("*/*-cache"):
+            kept = _programs() / path.relative_to(cache)
+            if not kept.exists():
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                new = kept.with_name(f".{os.getpid()}")
+                shutil.copyfile(path, new)
+                new.rename(kept)
+
+    def finish(self, *, timeout_secs: float = 150.0) -> list[Result]:
         """Waits for all processes; those that are not over in time are killed."""
         deadline = time.monotonic() + timeout_secs
         ended: dict[int, float] = {}
@@ -212,6 +231,10 @@ class Job:
         return (self._logs / f"{index}.{stream}").read_text(errors="replace")
 
 
+def _programs() -> pathlib.Path:
+    return pathlib.Path(os.environ["JAX_COMPILATION_CACHE_DIR"], "commands")
+
+
 def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -240,6 +263,7 @@ def job(tmp_path: pathlib.Path) -> Iterator[Callable[..., Job]]:
     yield make
     for one in made:
         one.kill()
+        one.keep_programs()
 
 
 def kinds(text: str) -> list[str]:
