@@ -51,7 +51,7 @@ _LAYOUT = flags.DEFINE_enum(
     "layout", "files", ["auto", "files", "ocdbt"], "of the arrays of processes"
 )
 _STEPS = flags.DEFINE_list("steps", ["10", "1000", "10000"], "steps in the root")
-_LEAVES = flags.DEFINE_list("leaves", ["100", "1000"], "leaves of the state")
+_LEAVES = flags.DEFINE_list("leaves", ["100", "1000", "10000"], "leaves of the state")
 _FOLDER = flags.DEFINE_string("folder", "/tmp/jaxft-scale", "on the disk to measure")
 _WORK = flags.DEFINE_string("work", "", "internal: what one process is to do, as JSON")
 

@@ -64,6 +64,9 @@ from jaxft.checkpoint.raw_chunks import RawChunks
 # Where Orbax keeps the implementation of typed keys.
 _KEY_IMPL = "random_key_impl"
 _MAX_OPEN_LEAVES = 64
+# A database writes its index anew for each few leaves that are finished together: of
+# 10,000 in 64s that is 2 GB.
+_MAX_OPEN_OF_DATABASE = 2048
 # Replicas share the writing of a leaf only where each gets at least so much.
 _MIN_REPLICA_BYTES = 2**22
 
@@ -242,7 +245,9 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
                 )
             return entry
 
-        return await gather_few(write, snapshots, most=_MAX_OPEN_LEAVES)
+        is_database = self._options.layout == "ocdbt"
+        most = _MAX_OPEN_OF_DATABASE if is_database else _MAX_OPEN_LEAVES
+        return await gather_few(write, snapshots, most=most)
 
     async def deserialize(
         self, infos: Sequence[Any], args: Sequence[Any] | None = None
