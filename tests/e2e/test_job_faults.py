@@ -61,6 +61,30 @@ def test_a_disk_that_is_full_for_one_process(job: Any, reference: Any) -> None:
 
 
 @pytest.mark.parametrize("index", [0, 1])
+def test_a_second_signal_to_one_member_means_now_for_all(job: Any, index: int) -> None:
+    slow = "slow_disk@0-100000:1kBps"
+    one = job(
+        train__num_steps=100_000,
+        checkpoint__save="steps(100000)",
+        faults__inject=f"{slow}; {slow} process=1",
+        preemption__grace_secs=120,
+    )
+    one.start()
+    one.wait_for_step(12)
+    member = one.pid("supervisor", index)
+    os.kill(member, signal.SIGTERM)
+    time.sleep(5.0)
+    assert len(one.running("worker")) == 2  # They save, and that takes minutes.
+    began = time.monotonic()
+    os.kill(member, signal.SIGTERM)
+    code, out, err = one.finish()
+    assert code == 75, err
+    assert "left before any step was committed" in out
+    # A second is left for last words.
+    assert time.monotonic() - began < 1.0 + one.down_secs + one.busy_secs
+
+
+@pytest.mark.parametrize("index", [0, 1])
 def test_a_whole_host_is_gone_and_comes_back(
     hosts: Any, reference: Any, index: int, record_property: Callable[..., None]
 ) -> None:

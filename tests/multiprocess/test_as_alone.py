@@ -60,26 +60,6 @@ def test_an_evaluation_gives_the_same_in_all(job):
     assert two.fingerprints(30) == alone.fingerprints(30)
 
 
-def test_a_second_signal_to_one_means_now_for_both(job):
-    slow = "slow_disk@0-100000:1kBps; slow_disk@0-100000:1kBps process=1"
-    two = job(
-        train__num_steps=100_000,
-        checkpoint__save="steps(100000)",
-        faults__inject=slow,
-        preemption__grace_secs=120,
-    )
-    two.start(2)
-    two.wait_for_step(12)
-    two.processes[1].send_signal(signal.SIGTERM)
-    time.sleep(4.0)
-    assert [process.poll() for process in two.processes] == [None, None]
-    again = time.monotonic()
-    two.processes[1].send_signal(signal.SIGTERM)
-    assert [r.code for r in two.finish(timeout_secs=60)] == [75, 75]
-    assert time.monotonic() - again < 15.0
-    assert two.steps() == []
-
-
 def test_one_that_is_started_late_is_waited_for(job):
     two = job(train__num_steps=12)
     two.start(2, late_secs={1: 32.0})
