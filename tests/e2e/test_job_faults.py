@@ -79,7 +79,8 @@ def test_a_second_signal_to_one_member_means_now_for_all(job: Any, index: int) -
     os.kill(member, signal.SIGTERM)
     code, out, err = one.finish()
     assert code == 75, err
-    assert "left before any step was committed" in out
+    assert "the same command goes on from here (exit 75)" in out
+    assert "none yet in" in out
     # A second is left for last words.
     assert time.monotonic() - began < 1.0 + one.down_secs + one.busy_secs
 
