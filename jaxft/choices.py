@@ -57,6 +57,14 @@ class Verify(enum.Enum):
     OFF = "off"
 
 
+class Spare(enum.Enum):
+    """When the supervisor keeps a worker in waiting."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
 class Progress(enum.Enum):
     """When the live progress line is drawn."""
 

@@ -39,6 +39,11 @@ KINDS: dict[str, dict[str, str]] = {
     },
     # the supervisor
     "launch": {"worker_pid": "process id", "attempt": "0 for the first worker"},
+    "spare": {
+        "spare_pid": "a process in waiting, which has its imports done",
+        "secs": "since its start",
+        "memory_bytes": "that it holds",
+    },
     "worker_exit": {
         "worker_pid": "process id",
         "status": "exit status; -n for signal n",

@@ -19,7 +19,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 if __name__ == "__main__":
@@ -45,8 +45,11 @@ if __name__ == "__main__":
 
 from jaxft import config as configs
 from jaxft import settings
+from jaxft.checkpoint.host_memory import available_bytes
+from jaxft.choices import Spare
 from jaxft.command import USAGE, Command, parse
 from jaxft.config import Config, ConfigError
+from jaxft.endings import ending_of, evidence_of, refusal, stop_fault
 from jaxft.events import Event, EventLog, parse_line
 from jaxft.faults.exceptions import fault_of
 from jaxft.faults.preemption import StopRequests, interrupt, parse_signals
@@ -62,21 +65,17 @@ from jaxft.recovery.job_lock import JobLock
 from jaxft.recovery.job_supervisor import make_job_supervisor
 from jaxft.recovery.launchers import Launcher, find_launcher, is_local_job
 from jaxft.recovery.local_job import run_members
-from jaxft.recovery.supervisor import Launch, Outcome, Supervisor
+from jaxft.recovery.spare import SpareWorker, Waiting
+from jaxft.recovery.supervisor import Launch, Supervisor
 from jaxft.recovery.workdir import WorkdirLock, absolute, give_back_all
 from jaxft.recovery.worker_link import SupervisorLink
 
 # A supervisor's last word to its worker: the descriptor that it finds the rest in.
 _HANDED_OVER = "--handed_over="
-_WORDS = {
-    FaultKind.KILLED: "crashed",
-    FaultKind.EXCEPTION: "crashed",
-    FaultKind.CONFIG: "refused",
-    FaultKind.NONFINITE: "not finite",
-    FaultKind.HANG: "hung",
-    FaultKind.PEER_LOST: "lost another process",
-    FaultKind.NO_CHECKPOINT: "no usable checkpoint",
-}
+# To one in waiting: the socket that it waits at.
+_STAND_BY = "--stand_by="
+# What the host must have left for one in waiting, which takes a tenth of it.
+_SPARE_ROOM_BYTES = 2 << 30
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,6 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if (fd := argv[-1].removeprefix(_HANDED_OVER)).isdigit():
             return _work_for_supervisor(int(fd))
+        if (fd := argv[-1].removeprefix(_STAND_BY)).isdigit():
+            return _stand_by(int(fd))
         _find_factories_here()
         command = parse(argv)
         settings.lock(configs.resolve(command.config))
@@ -195,6 +196,7 @@ def supervise(command: Command, *, launcher: Launcher) -> int:
             "tell": _say,
             "limits": TimeLimits.of(config) if config.hang.enabled else None,
         }
+        options["spare"] = _make_spare(command, signals=options["signals"], emit=log)
         if launcher.num_processes > 1:
             supervisor = make_job_supervisor(
                 make_argv, config.elastic, launcher=launcher, adapt=adapted, **options
@@ -207,9 +209,11 @@ def supervise(command: Command, *, launcher: Launcher) -> int:
             return outcome.exit_code
         if not outcome.preflight_done:
             lock.release(undo=True)
-            return _refuse(_refusal(outcome), outcome.exit_code)
+            return _refuse(refusal(outcome), outcome.exit_code)
         _tell_evidence(outcome.fault)
-        ending = _ending(outcome.fault, reason=outcome.reason, verdict=outcome.verdict)
+        ending = ending_of(
+            outcome.fault, reason=outcome.reason, verdict=outcome.verdict
+        )
         _conclude(
             summary, log=log, workdir=lock.workdir, ending=ending, account=account
         )
@@ -224,12 +228,45 @@ def _lock(command: Command, launcher: Launcher) -> WorkdirLock:
     return JobLock.join(command.workdir, job=launcher.identity, member=member)
 
 
-def _work_for_supervisor(fd: int) -> int:
-    """One worker; its config is its supervisor's, whatever became of the file."""
+def _make_spare(command: Command, **options: Any) -> SpareWorker | None:
+    """What waits to be the next worker, if the config wants one."""
+    when = command.config.supervisor.spare
+    if when is Spare.NEVER or not command.config.supervisor.max_restarts:
+        return None
+
+    def make_argv(fd: int) -> list[str]:
+        # The zeros leave room for the longer words of a worker.
+        words = [*command.argv[1:], "--role=spare", f"{_STAND_BY}{fd:024d}"]
+        return [sys.executable, "-m", "jaxft.main", *words]
+
+    def has_room() -> bool:
+        free = available_bytes()
+        return when is Spare.ALWAYS or free is None or free >= _SPARE_ROOM_BYTES
+
+    return SpareWorker(make_argv, has_room=has_room, **options)
+
+
+def _stand_by(fd: int) -> int:
+    """A worker that has its imports done before it is launched."""
+    waiting = Waiting(fd)
+    import jaxft.worker  # noqa: F401
+
+    argv, fds = waiting.launch()
+    sys.argv[1:] = argv[3:]
+    return _work_for_supervisor(int(argv[-1].removeprefix(_HANDED_OVER)), fds=fds)
+
+
+def _work_for_supervisor(fd: int, *, fds: Mapping[int, int] | None = None) -> int:
+    """One worker; its config is its supervisor's, whatever became of the file.
+
+    `fds` has the numbers of descriptors here where the supervisor knows them by others.
+    """
+    fd = fds[fd] if fds else fd
     with os.fdopen(fd, "rb") as memory:
         # By its place: the offset is shared with whoever read it before.
         state = os.pread(fd, os.fstat(memory.fileno()).st_size, 0)
     sys.path[:], command, launch, started = pickle.loads(state)
+    launch = launch.renumbered(fds) if fds else launch
     link = SupervisorLink(
         launch.event_fd,
         launch.parent_fd,
@@ -287,10 +324,10 @@ def work(command: Command, *, launcher: Launcher) -> int:
             if lock is not None and not entered:
                 lock.release(undo=True)
             if not entered:
-                _say(_evidence(fault))
+                _say(evidence_of(fault))
                 return
             _tell_evidence(fault)
-            ending = _ending(fault, reason=_evidence(fault))
+            ending = ending_of(fault, reason=evidence_of(fault))
             if place.is_primary:
                 _conclude(summary, log=log, workdir=workdir, ending=ending)
 
@@ -336,7 +373,7 @@ def _live(
     def leave(reason: str) -> NoReturn:
         """Nothing is worth saving here: the newest committed step stands."""
         log("end", step=-1, reason=f"stopped by {reason}")
-        fault = _stop(f"{reason} before the first step")
+        fault = stop_fault(f"{reason} before the first step")
         tell_end(fault)
         end(fault)
 
@@ -374,11 +411,11 @@ def _live(
                 entered, tell_end = lambda: worker.entered, worker.team.tell_end
                 _, ending = worker.live()
             if ending is Ending.STOPPED:
-                fault = _stop(str(stops.poll()))
+                fault = stop_fault(str(stops.poll()))
         except (ConfigError, FaultError) as error:
             fault = fault_of(error)  # The worker has said so already.
         except KeyboardInterrupt as error:  # It is none of the signals that save.
-            fault = _stop(str(error) or "SIGINT")
+            fault = stop_fault(str(error) or "SIGINT")
         except BaseException as error:  # What ends a process ends the run as a fault.
             fault = fault_of(error)
             log("fault", **fault.event())
@@ -386,38 +423,9 @@ def _live(
     return ExitCode.FINISHED if fault is None else fault.exit_code
 
 
-def _stop(reason: str) -> Fault:
-    return Fault(kind=FaultKind.STOPPED, evidence=f"stopped by {reason}")
-
-
-def _refusal(outcome: Outcome) -> str:
-    """What ended the run before it wrote anything."""
-    fault = outcome.fault
-    if fault is None or fault.kind is FaultKind.STOPPED:
-        return f"{outcome.reason} before the first step"
-    return _evidence(fault)
-
-
-def _ending(fault: Fault | None, *, reason: str, verdict: str = "") -> str:
-    """The summary's first row: short, the evidence is told above it."""
-    if fault is None:
-        return "finished"
-    code = f"(exit {int(fault.exit_code)})"
-    if fault.kind is FaultKind.STOPPED:
-        return f"{reason}; the same command goes on from here {code}"
-    what = _WORDS.get(fault.kind, fault.kind.replace("_", " "))
-    where = f" at step {fault.step}" if fault.step >= 0 else ""
-    why = f": {verdict}" if verdict else ""
-    return f"{what}{where}{why} {code}"
-
-
 def _tell_evidence(fault: Fault | None) -> None:
     if fault is not None and fault.kind is not FaultKind.STOPPED:
-        _say(_evidence(fault))
-
-
-def _evidence(fault: Fault | None) -> str:
-    return "" if fault is None else fault.evidence.rstrip() or str(fault.kind)
+        _say(evidence_of(fault))
 
 
 def _conclude(

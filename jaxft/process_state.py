@@ -1,4 +1,4 @@
-"""What the kernel says of a process: why it does not move.
+"""What the kernel says of a process: its state, its memory, its command line.
 
 World: host-only. Floor: the lowest. Read `jaxft/recovery/silence.py` or
 `jaxft/faults/stacks.py`, which ask, next.
@@ -6,8 +6,11 @@ World: host-only. Floor: the lowest. Read `jaxft/recovery/silence.py` or
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import os
 import pathlib
+from collections.abc import Sequence
 
 # States of a process (see `man proc`) that explain why it does not move.
 _STATES = {"T": ", stopped by a signal", "D": ", waiting for a disk or a device"}
@@ -42,3 +45,30 @@ def process_state(pid: int | str) -> ProcessState:
         letter=(fields.get("State", "").split() or ["?"])[0],
         is_traced=fields.get("TracerPid", "0").strip() != "0",
     )
+
+
+def resident_bytes() -> int:
+    """Memory that this process holds; 0 where the system does not say."""
+    try:
+        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def show_words(words: Sequence[str]) -> None:
+    """Lets lists of processes show `words` as the command line of this process.
+
+    They are written where the kernel keeps the first ones, see `man proc_pid_stat`;
+    where that is not to be found, or has less room, all stays as it was.
+    """
+    told = b"".join(os.fsencode(word) + b"\0" for word in words)
+    try:
+        stat = pathlib.Path("/proc/self/stat").read_text()
+        start, end = map(int, stat.rpartition(")")[2].split()[45:47])
+        now = pathlib.Path("/proc/self/cmdline").read_bytes()
+    except (OSError, ValueError):
+        return
+    if not start or len(now) != end - start or len(told) > len(now):
+        return
+    ctypes.memmove(start, told.ljust(len(now), b"\0"), len(now))

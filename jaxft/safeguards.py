@@ -8,6 +8,7 @@ No postponed annotations here: config_flags needs the real classes.
 
 import dataclasses
 
+from jaxft.choices import Spare
 from jaxft.settings import Section, not_negative, positive, setting
 
 
@@ -36,6 +37,12 @@ class SupervisorConfig(Section):
         0.5, "wait before the second restart without progress; doubles", numbers=False
     )
     backoff_max_secs: float = not_negative(60.0, "longest wait", numbers=False)
+    spare: Spare = setting(
+        Spare.AUTO,
+        "auto, always or never: keep a process in waiting that has its imports done; "
+        "auto: while the host has memory to spare",
+        numbers=False,
+    )
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)

@@ -408,13 +408,13 @@ class Worker:
         return parts.train_step.init(params=params)
 
     def _compile(self, parts: Parts, state: TrainState) -> tuple[Any, Any]:
-        """The train and the evaluation step, compiled before the loop begins."""
+        """The train and, if it is used, the evaluation step; before the loop begins."""
         self._log("phase", name="compile")
         started, hits = time.monotonic(), self._cache.num_hits
         batch, word = parts.train_step.place(parts.example)
         step_fn = parts.train_step.lower(state, batch, word).compile()
         eval_fn = None
-        if parts.heldout:
+        if parts.heldout and self._config.eval.every_steps:
             eval_fn = parts.eval_step.lower(state, batch).compile()
         self._log(
             "compile",

@@ -127,6 +127,8 @@ class JobSupervisor(Supervisor):
             selector = stack.enter_context(selectors.DefaultSelector())
             selector.register(pipe.read_fd, selectors.EVENT_READ, pipe)
             stack.callback(self._members.leave)
+            if self._spare is not None:
+                stack.callback(self._spare.close)
             while True:
                 turn = self._await_turn(selector, pipe)
                 if isinstance(turn, End):

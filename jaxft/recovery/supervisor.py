@@ -33,6 +33,7 @@ from jaxft.recovery.policy import (
 )
 from jaxft.recovery.signal_pipe import SignalPipe
 from jaxft.recovery.silence import HangWatch
+from jaxft.recovery.spare import SpareWorker
 from jaxft.recovery.workdir import WorkdirLock
 from jaxft.recovery.worker_process import Launch, WorkerProcess
 
@@ -111,6 +112,7 @@ class Supervisor:
         hear: is given each event of each worker.
         tell: is given a line for people when a worker has died and is replaced.
         limits: after how long without progress a worker hangs; None for never.
+        spare: what waits to be the next worker, ended with the run; None for none.
         clock: seconds, from any start, never backwards.
     """
 
@@ -128,6 +130,7 @@ class Supervisor:
         hear: Callable[[Event], None] = _ignore,
         tell: Callable[[str], None] = _ignore,
         limits: TimeLimits | None = None,
+        spare: SpareWorker | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._make_argv = make_argv
@@ -145,6 +148,7 @@ class Supervisor:
         self._env = env
         self._hear = hear
         self._tell = tell
+        self._spare = spare
         self._clock = clock
         self._watch: HangWatch | None = None
         if limits is not None:
@@ -177,6 +181,8 @@ class Supervisor:
         with SignalPipe(self._signals) as pipe, contextlib.ExitStack() as stack:
             selector = stack.enter_context(selectors.DefaultSelector())
             selector.register(pipe.read_fd, selectors.EVENT_READ, pipe)
+            if self._spare is not None:
+                stack.callback(self._spare.close)
             cache = CacheMode.KEEP
             while True:
                 ended = self._run_worker(selector, pipe, cache=cache)
@@ -201,7 +207,13 @@ class Supervisor:
                 kind=FaultKind.KILLED, status=1, evidence=problem, cache=cache
             )
         pid = worker.process.pid
-        self._emit("launch", worker_pid=pid, attempt=self._attempt, cache=cache)
+        self._emit(
+            "launch",
+            worker_pid=pid,
+            attempt=self._attempt,
+            cache=cache,
+            from_spare=worker.from_spare,
+        )
         selector.register(worker.event_fd, selectors.EVENT_READ, worker)
         listening = True
         while not worker.is_dead():
@@ -213,6 +225,8 @@ class Supervisor:
                     listening = False
             self._take_events(worker)
             self._end_in_time(worker)
+            if self._spare is not None:
+                self._spare.tend(pid, makes_steps=worker.heard.reached_first_step)
         while listening and worker.read():
             pass
         self._take_events(worker)
@@ -251,6 +265,8 @@ class Supervisor:
         # Blocked signals stay pending through exec: one that comes while the new
         # interpreter starts neither kills it nor gets lost.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
+        # What is under suspicion begins with nothing that was there before.
+        spare = self._spare if cache is CacheMode.KEEP else None
         try:
             return WorkerProcess(
                 self._make_argv,
@@ -263,6 +279,7 @@ class Supervisor:
                 env=self._env,
                 hear=self._hear,
                 watch=self._watch,
+                spare=spare,
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -26,6 +26,7 @@ from jaxft.recovery.silence import (
     excerpt,
     where,
 )
+from jaxft.recovery.spare import SpareWorker
 
 _PIPE_BYTES = 1 << 20
 MAX_LINE_BYTES = 1 << 24
@@ -59,6 +60,16 @@ class Launch:
     alarms: Mapping[Phase, int] = dataclasses.field(default_factory=dict)
     place: JobPlace = ALONE
 
+    def renumbered(self, fds: Mapping[int, int]) -> Launch:
+        """The same where descriptors have other numbers: old -> new."""
+        return dataclasses.replace(
+            self,
+            event_fd=fds[self.event_fd],
+            parent_fd=fds[self.parent_fd],
+            lock_fds=tuple(fds[fd] for fd in self.lock_fds),
+            stacks_fd=fds.get(self.stacks_fd, -1),
+        )
+
 
 class WorkerProcess:
     """One worker process, its process group and this side of its two pipes.
@@ -67,6 +78,7 @@ class WorkerProcess:
         process: the worker, leader of its own session and process group.
         event_fd: read end of the event pipe, not blocking.
         heard: what its events say.
+        from_spare: whether it was waiting already.
 
     Args:
         make_argv: its command line.
@@ -79,6 +91,7 @@ class WorkerProcess:
         env: its environment; None for this process's own.
         hear: is given each of its events.
         watch: for hangs; None to look for none.
+        spare: becomes this worker if it can; None for a new process.
 
     Raises:
         OSError: it could not be started.
@@ -97,6 +110,7 @@ class WorkerProcess:
         hear: Callable[[events.Event], None],
         watch: HangWatch | None = None,
         place: JobPlace = ALONE,
+        spare: SpareWorker | None = None,
     ):
         # In memory: it takes stacks before there is a workdir, and on a full disk.
         self._stacks_fd = -1 if watch is None else os.memfd_create("jaxft-stacks")
@@ -118,12 +132,16 @@ class WorkerProcess:
             alarms={} if watch is None else dict(watch.learnt.alarms),
         )
         stacks_fds = [] if watch is None else [self._stacks_fd]
+        fds = [events_in, parent_out, *lock_fds, *more_fds, *stacks_fds]
         try:
-            self.process = subprocess.Popen(
-                make_argv(launch),
+            argv = make_argv(launch)
+            waiting = None if spare is None else spare.promote(argv, fds=fds)
+            self.from_spare = waiting is not None
+            self.process = waiting or subprocess.Popen(
+                argv,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                pass_fds=[events_in, parent_out, *lock_fds, *more_fds, *stacks_fds],
+                pass_fds=fds,
                 env=env,
             )
         except BaseException:

@@ -37,6 +37,8 @@ SMALL = {
     "eval.every_steps": 0,
     "checkpoint.save": "steps(10)",
     "supervisor.max_restarts": 100,
+    # Few of these runs last long enough to need one; all would make room for it.
+    "supervisor.spare": "never",
     "log.event_secs": 0,
 }
 
