@@ -70,7 +70,10 @@ def test_two_kills_later_the_bits_are_the_same(command: Any, same: Any) -> None:
         os.kill(worker, signal.SIGKILL)
         launch = _launch(run, attempt)
         assert (launch["worker_pid"], launch["from_spare"]) == (spare, True)
-        run.wait_for(lambda pid=spare: _steps_of(run, pid))
+        far = max(_steps_of(run, worker))
+        run.wait_for(
+            lambda pid=spare, far=far: max(_steps_of(run, pid), default=0) > far
+        )
         assert _surroundings(spare) == before
         words = [w for w in _proc(spare, "cmdline").decode().split("\0") if w]
         start = [e for e in run.events("start") if e["pid"] == spare][-1]
