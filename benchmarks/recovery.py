@@ -1,13 +1,14 @@
 """From SIGKILL to the first new step: jaxft, its parts alone, and a naive script.
 
-Command:   python benchmarks/recovery.py [--num_pairs=7]
+Command:   python benchmarks/recovery.py [--num_pairs=7] [--spare=never]
 Hardware:  any; two quiet CPU cores
 Time:      five minutes
 Expected:  jaxft's time is at most 1.2 of the sum of its parts measured alone, and no
            longer than a naive script's that restores without verification
 
 Three contestants take turns. `jaxft` is the command with the demo's config: its worker
-is killed, and its own report says what the way to the next first step consisted of.
+is killed once a spare one waits (seconds after the start; with `--spare=never` there is
+none), and its own report says what the way to the next first step consisted of.
 `alone` is a fresh process that does the same parts, one after the other, with nothing
 around them. `naive` is what one writes by hand with the same model, data and
 optimizer: stock Orbax, `jax.jit`, no verification; it is killed and started again at
@@ -33,6 +34,12 @@ import pairs
 from absl import app, flags
 
 _NUM_PAIRS = flags.DEFINE_integer("num_pairs", 7, "kills of each contestant")
+_SPARE = flags.DEFINE_enum(
+    "spare",
+    "always",
+    ["always", "never"],
+    "supervisor.spare; with it, kill once it waits",
+)
 _FOLDER = flags.DEFINE_string("folder", "/tmp/jaxft-recovery", "for all workdirs")
 _ROLE = flags.DEFINE_string("role", "", "internal: alone, or naive")
 
@@ -72,6 +79,7 @@ def _make_config() -> Any:
 def run_jaxft(workdir: pathlib.Path) -> Iterator[None]:
     """The command in the background."""
     settings = [f"--config.{name}={value}" for name, value in _SETTINGS.items()]
+    settings.append(f"--config.supervisor.spare={_SPARE.value}")
     command = [sys.executable, "-m", "jaxft.main", f"--config={_CONFIG}"]
     process = subprocess.Popen(
         [*command, f"--workdir={workdir}", *settings],
@@ -104,7 +112,9 @@ def kill_jaxft(workdir: pathlib.Path, *, since: float) -> dict[str, float]:
 
     _wait_for(launched)
     (pid,) = launched()
-    _wait_for(lambda: _is_past_save(workdir, pid=pid))
+    _wait_for(
+        lambda: _is_past_save(workdir, pid=pid) and _is_ready(workdir, since=since)
+    )
     os.kill(pid, signal.SIGKILL)
     killed = time.time()
 
@@ -125,6 +135,12 @@ def _is_past_save(workdir: pathlib.Path, *, pid: int) -> bool:
     return bool(saved) and any(
         e["kind"] == "step" and e["step"] > saved[-1] + 3 for e in mine
     )
+
+
+def _is_ready(workdir: pathlib.Path, *, since: float) -> bool:
+    """Whether a process waits to be the next worker, if there is to be one."""
+    found = [e for e in _events(workdir) if e["kind"] == "spare" and e["time"] >= since]
+    return bool(found) or _SPARE.value == "never"
 
 
 def _wait_for(question: Any, *, timeout_secs: float = 300.0) -> None:

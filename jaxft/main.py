@@ -166,7 +166,7 @@ def supervise(command: Command, *, launcher: Launcher) -> int:
 
         def make_argv(launch: Launch) -> list[str]:
             memory.truncate(0)
-            index, here = launcher.index_of_several, launch.place.num_processes
+            here = launch.place.num_processes
             fitting = adapted(here)
             told = dataclasses.replace(command, config=fitting, process_index=index)
             if here < launcher.num_processes:
@@ -178,16 +178,13 @@ def supervise(command: Command, *, launcher: Launcher) -> int:
             handed_over = f"{_HANDED_OVER}{memory.fileno()}"
             return [sys.executable, "-m", "jaxft.main", *words, handed_over]
 
-        log = EventLog(
-            lock.workdir / "events",
-            role="supervise",
-            process_index=launcher.index_of_several,
-            tee=hear_own,
-        )
+        index, folder = launcher.index_of_several, lock.workdir / "events"
+        log = EventLog(folder, role="supervise", process_index=index, tee=hear_own)
         log("launcher", **launcher.event())
+        signals = parse_signals(config.preemption.signals)
         options: dict[str, Any] = {
             "config": config.supervisor,
-            "signals": parse_signals(config.preemption.signals),
+            "signals": signals,
             "grace_secs": config.preemption.grace_secs,
             "emit": log,
             "lock": lock,
@@ -195,8 +192,8 @@ def supervise(command: Command, *, launcher: Launcher) -> int:
             "hear": hear,
             "tell": _say,
             "limits": TimeLimits.of(config) if config.hang.enabled else None,
+            "spare": _make_spare(command, signals=signals, emit=log),
         }
-        options["spare"] = _make_spare(command, signals=options["signals"], emit=log)
         if launcher.num_processes > 1:
             supervisor = make_job_supervisor(
                 make_argv, config.elastic, launcher=launcher, adapt=adapted, **options
