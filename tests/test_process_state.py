@@ -44,15 +44,15 @@ def test_the_memory_of_this_process_is_what_the_kernel_says():
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
-        (["one", "two words", "\u00e9"], ["one", "two words", "\u00e9"]),
-        (["x" * 5000], None),  # There is no room for so much.
+        ("['one', 'two words', '\u00e9']", ["one", "two words", "\u00e9"]),
+        ("['x' * 5000]", None),  # There is no room for so much.
     ],
 )
 def test_other_words_are_shown_where_they_fit(words, shown):
     code = (
         "import sys, pathlib\n"
         "from jaxft.process_state import show_words\n"
-        f"show_words({words!r})\n"
+        f"show_words({words})\n"
         "shown = pathlib.Path('/proc/self/cmdline').read_bytes()\n"
         "sys.stdout.buffer.write(shown)\n"
         "assert sys.argv[1:] == ['a', 'b']\n"

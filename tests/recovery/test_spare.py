@@ -85,19 +85,6 @@ def test_each_next_worker_was_waiting(make_run, tmp_path):
     assert [e["status"] for e in exits] == [-9, -9, 0]
 
 
-def test_it_shows_the_words_of_the_worker_that_it_became(make_run, tmp_path):
-    script = SCRIPT + "\n"
-    script = script.replace(
-        "finish(30)",
-        "open(f'{folder}/words', 'wb').write(open('/proc/self/cmdline', 'rb').read())"
-        "; finish(30)",
-    )
-    nursery = Nursery(make_run, tmp_path, script=script)
-    # The spare's own words are short: where there is no room all stays as it was.
-    assert nursery.run.run().exit_code == 0
-    assert b"Waiting" in (tmp_path / "words").read_bytes()
-
-
 def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
     _wait_for_state(pid, "Z")
