@@ -116,7 +116,13 @@ class Command:
         events = read_events(self.workdir / "events")
         return [e for e in events if kind in (None, e["kind"])]
 
-    def wait_for(self, ready: Callable[[], Any], *, timeout_secs: float = 60.0) -> Any:
+    def wait_for(
+        self,
+        ready: Callable[[], Any],
+        *,
+        timeout_secs: float = 60.0,
+        poll_secs: float = 0.002,
+    ) -> Any:
         """Polls until `ready()` is true and returns what it gave."""
         deadline = time.monotonic() + timeout_secs
         while time.monotonic() < deadline:
@@ -124,7 +130,7 @@ class Command:
                 return value
             if self.process is not None and self.process.poll() is not None:
                 pytest.fail(f"the command ended early: {self.finish()}")
-            time.sleep(0.002)
+            time.sleep(poll_secs)
         return pytest.fail(f"not within {timeout_secs} s: {ready}")
 
     def kill_group(self) -> None:
@@ -254,7 +260,9 @@ class Job:
     def pid(self, role: str, index: int) -> int:
         """Of a process that lives, or will soon."""
         return self.run.wait_for(
-            lambda: self.running(role).get(index), timeout_secs=self.deadline_secs
+            lambda: self.running(role).get(index),
+            timeout_secs=self.deadline_secs,
+            poll_secs=0.05,
         )
 
     def newest_step(self) -> int:
@@ -272,7 +280,9 @@ class Job:
 
     def wait_for_step(self, step: int) -> None:
         self.run.wait_for(
-            lambda: self.newest_step() >= step, timeout_secs=self.deadline_secs
+            lambda: self.newest_step() >= step,
+            timeout_secs=self.deadline_secs,
+            poll_secs=0.02,
         )
 
     def wait_for_save(self, step: int) -> None:
