@@ -254,7 +254,8 @@ class Job:
         # What a worker starts is in its session and bears its name for a moment.
         if f"--workdir={self.run.workdir}" not in words or not index or not leads:
             return "", -1
-        role = "worker" if "--role=work" in words else "supervisor"
+        roles = [w.partition("=")[2] for w in words if w.startswith("--role=")]
+        role = {"work": "worker", "": "supervisor"}.get("".join(roles), "")
         return role, int(index[0].partition("=")[2])
 
     def pid(self, role: str, index: int) -> int:
