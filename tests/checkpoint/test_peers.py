@@ -105,13 +105,13 @@ class Looks(threading.Thread):
 
 
 @pytest.fixture
-def run(run_two):
+def run(run_processes):
     """What each of two processes says."""
 
     def lines(program, root):
         return [
             [line for line in out.splitlines() if "[Gloo]" not in line]
-            for out, _ in run_two(START + program, root)
+            for out, _ in run_processes(START + program, root)
         ]
 
     return lines

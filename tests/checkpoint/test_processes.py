@@ -148,13 +148,13 @@ restore(root)
 
 
 @pytest.fixture
-def run(run_two):
+def run(run_processes):
     """What each of two processes says."""
 
     def lines(program, root):
         return [
             [line for line in out.splitlines() if "[Gloo]" not in line]
-            for out, _ in run_two(program, root)
+            for out, _ in run_processes(program, root)
         ]
 
     return lines

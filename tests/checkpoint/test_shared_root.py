@@ -46,7 +46,7 @@ tell(f"mount-{me}/root", save)
 
 
 def test_a_root_that_is_not_shared_is_refused_before_anything_is_there(
-    tmp_path, run_two
+    tmp_path, run_processes
 ):
     for name in ("old-0", "old-1", "0/root", "1", "real"):
         (tmp_path / name).mkdir(parents=True)
@@ -55,7 +55,7 @@ def test_a_root_that_is_not_shared_is_refused_before_anything_is_there(
     # What a kill has left of an earlier try.
     left = tmp_path / f"{space.probe_name(str(tmp_path / 'one'))}-0123"
     left.touch()
-    for index, (out, _) in enumerate(run_two(PROGRAM, tmp_path)):
+    for index, (out, _) in enumerate(run_processes(PROGRAM, tmp_path)):
         lines = [line for line in out.splitlines() if "[Gloo]" not in line]
         refused = ["absent-0", "old-0", "0/root", "absent-0"]
         for name, line in zip(refused, [*lines[:3], lines[4]], strict=True):

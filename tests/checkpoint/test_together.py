@@ -34,9 +34,11 @@ except records.FaultError as error:
 """
 
 
-def test_a_slow_disk_is_not_bound_by_the_time_of_a_collective(run_two, monkeypatch):
+def test_a_slow_disk_is_not_bound_by_the_time_of_a_collective(
+    run_processes, monkeypatch
+):
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_collective_timeout_seconds=5")
-    for out, _ in run_two(PROGRAM):
+    for out, _ in run_processes(PROGRAM):
         both, late = [line for line in out.splitlines() if "[Gloo]" not in line]
         assert both == "[0, 1]"
         assert late.startswith("waited at most 0.5 s until all processes read it: ")

@@ -52,10 +52,11 @@ jax.distributed.shutdown()
 """
 
 
-def test_after_a_restart_every_process_is_served(tmp_path, run_two):
+def test_after_a_restart_every_process_is_served(tmp_path, run_processes):
     def hits(mode):
         lines = [
-            out.splitlines()[-1].split() for out, _ in run_two(TWO, str(tmp_path), mode)
+            out.splitlines()[-1].split()
+            for out, _ in run_processes(TWO, str(tmp_path), mode)
         ]
         assert [line[1:] for line in lines] == [["32.0", "[]"]] * 2
         return [int(line[0]) for line in lines]

@@ -166,8 +166,8 @@ print(heard[0].text)
 
 
 @pytest.mark.multiprocess
-def test_two_processes_meet_and_hear_of_each_others_end(run_two):
-    (first, _), (second, _) = run_two(PROGRAM)
+def test_two_processes_meet_and_hear_of_each_others_end(run_processes):
+    (first, _), (second, _) = run_processes(PROGRAM)
     lines = [line for line in first.splitlines() if "Gloo" not in line]
     assert "at b: process 1 did not come" in lines[0]
     assert lines[1:] == ["word of 1"]

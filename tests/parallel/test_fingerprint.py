@@ -441,8 +441,8 @@ print("RESULT", json.dumps([secs, partials, refused]))
 
 
 @pytest.mark.slow
-def test_each_process_gives_its_own_parts_and_waits_for_nobody(run_two):
-    ends = run_two(PROGRAM, num_devices=2)
+def test_each_process_gives_its_own_parts_and_waits_for_nobody(run_processes):
+    ends = run_processes(PROGRAM, num_devices=2)
     results = [json.loads(out.split("RESULT ", 1)[1]) for out, _ in ends]
     array = np.arange(128, dtype=np.float32).reshape(8, 16)
     array[0, 0] = np.nan

@@ -172,9 +172,9 @@ print("RESULT " + json.dumps(out), flush=True)
 
 
 @pytest.mark.multiprocess
-def test_two_processes_put_their_own_rows(run_two):
+def test_two_processes_put_their_own_rows(run_processes):
     results = []
-    for out, err in run_two(_WORKER, num_devices=2):
+    for out, err in run_processes(_WORKER, num_devices=2):
         lines = [line for line in out.splitlines() if line.startswith("RESULT ")]
         assert lines, err
         results.append(json.loads(lines[0].removeprefix("RESULT ")))

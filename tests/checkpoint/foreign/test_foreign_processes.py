@@ -27,9 +27,9 @@ print("loaded")
 
 
 @pytest.mark.parametrize("way", ["ours", "v0-manager"])
-def test_each_process_places_its_own_shards(save, way, run_two):
+def test_each_process_places_its_own_shards(save, way, run_processes):
     path = save(
         {"w": jnp.asarray(np.arange(96, dtype=np.float32).reshape(8, 12))}, way=way
     )
-    for out, _ in run_two(PROGRAM, path, num_devices=2):
+    for out, _ in run_processes(PROGRAM, path, num_devices=2):
         assert "loaded" in out

@@ -21,9 +21,9 @@ except (ConfigError, FaultError) as error:
 """
 
 
-def test_a_mirror_that_fails_the_primary_leaves_nobody_waiting(tmp_path, run_two):
+def test_a_mirror_that_fails_the_primary_leaves_nobody_waiting(tmp_path, run_processes):
     (tmp_path / "mirror").write_text("a file where a folder should be")
-    ends = run_two(PROGRAM, tmp_path)
+    ends = run_processes(PROGRAM, tmp_path)
     first, second = (out for out, _ in ends)
     assert "mirror" in first
     assert "Error" in first
