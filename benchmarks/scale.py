@@ -17,8 +17,7 @@ proportion to the bytes of the whole state, as all share this machine's cores an
 of which are kept. The three newest are real; the others are copies of one without
 its arrays, which nobody opens until they are restored.
 
-`leaves`: a state of 100 and 1,000 leaves of 1 kB. With 10,000 (`--leaves=10000`) a save
-takes minutes, see benchmarks/README.md.
+`leaves`: a state of 100, 1,000 and 10,000 leaves of 1 kB.
 
 A ratio to linear scaling is of the growth since the row above: 1 where ten times as
 much takes ten times as long, below it where less.
