@@ -23,10 +23,12 @@ class ProcessState:
     Attributes:
         letter: its state, as in `man proc`; `?` when it cannot be read.
         is_traced: whether a debugger holds it.
+        has_pending: whether it has signals that it blocks.
     """
 
     letter: str = "?"
     is_traced: bool = False
+    has_pending: bool = False
 
     @property
     def words(self) -> str:
@@ -44,6 +46,9 @@ def process_state(pid: int | str) -> ProcessState:
     return ProcessState(
         letter=(fields.get("State", "").split() or ["?"])[0],
         is_traced=fields.get("TracerPid", "0").strip() != "0",
+        has_pending=any(
+            int(fields.get(name, "0"), 16) for name in ("SigPnd", "ShdPnd")
+        ),
     )
 
 

@@ -133,10 +133,13 @@ class SpareWorker:
     def _is_like_new(self) -> bool:
         """Whether it is what a process that is started now would become."""
         process = self._process
+        if process is None or process.poll() is not None:
+            return False
+        state = process_state(process.pid)
+        # A signal to it alone was no request to the run, which it would stop later.
         return (
-            process is not None
-            and process.poll() is None
-            and process_state(process.pid).letter not in "Tt"
+            state.letter not in "Tt"
+            and not state.has_pending
             and self._born_with == self._environment()
         )
 

@@ -102,11 +102,15 @@ def _wait_for_state(pid: int, letter: str) -> None:
         time.sleep(0.002)
 
 
+def ask_to_stop(pid: int) -> None:
+    os.kill(pid, signal.SIGTERM)
+
+
 def change_environment(pid: int) -> None:
     os.environ["JAXFT_TEST_OF_SPARES"] = str(pid)
 
 
-@pytest.mark.parametrize("act", [kill, freeze, change_environment])
+@pytest.mark.parametrize("act", [kill, freeze, ask_to_stop, change_environment])
 def test_one_that_is_not_as_a_new_process_is_left_out(
     make_run, tmp_path, monkeypatch, is_alive, act
 ):
