@@ -10,6 +10,10 @@ donates its state, and knows nothing of guards, control words, key folding, metr
 or shardings. A round times one step of each contestant, in random order, on the
 same batch; the hand-written step against itself is the A/A comparison: the noise of
 the machine stands beside every ratio.
+
+With `--virtual-shards=8` it is the built step with virtual shards over the one without,
+on `--num-devices` devices: what the same bits on any number of them cost. Fake devices
+of a CPU are asked for by `JAX_NUM_CPU_DEVICES`.
 """
 
 from __future__ import annotations
@@ -130,31 +134,44 @@ def run(args: argparse.Namespace) -> dict[str, tuple[float, float, float]]:
     config.mlp_width = -(-config.width * 8 // 3 // 8) * 8
     model = from_nnx(make_model(config, RematConfig()), next_token_loss(LossConfig()))
     adamw = make_optimizer(OptimizerConfig(decay_steps=10 * args.num_pairs + 200))
-    built = make_train_step(
-        model,
-        adamw,
-        mesh=make_mesh(MeshConfig(num_devices=args.num_devices)),
-        config=TrainConfig(clip_norm=1.0),
-    )
     tokens = np.random.default_rng(0).integers(
         config.vocab_size, size=(args.global_batch, args.seq_len + 1), dtype=np.int32
     )
     rows = {"inputs": tokens[:, :-1].copy(), "targets": tokens[:, 1:].copy()}
+
+    def build(virtual_shards: int = 0) -> TrainStep:
+        return make_train_step(
+            model,
+            adamw,
+            mesh=make_mesh(MeshConfig(num_devices=args.num_devices)),
+            config=TrainConfig(clip_norm=1.0, virtual_shards=virtual_shards),
+        )
+
+    built = build()
     batch, control = built.place(rows)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
-    hand = make_hand_step(model.loss, optimizer)
-    secs = time_rounds(
-        {
+    if args.virtual_shards:
+        names = ("plain", "shards", "again")
+        steps = (built, build(args.virtual_shards), build())
+        contestants = {
+            name: start_built(step, batch=batch, control=control)
+            for name, step in zip(names, steps, strict=True)
+        }
+    else:
+        names = ("hand", "built", "again")
+        optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+        hand = make_hand_step(model.loss, optimizer)
+        contestants = {
             "hand": start_hand(hand, optimizer, built=built, batch=batch),
             "built": start_built(built, batch=batch, control=control),
             "again": start_hand(hand, optimizer, built=built, batch=batch),
-        },
-        num_rounds=args.num_pairs,
-    )
-    print(f"hand-written step: {1e3 * np.median(secs['hand']):.2f} ms (median)")
+        }
+    secs = time_rounds(contestants, num_rounds=args.num_pairs)
+    base, other, again = names
+    label = "plain" if args.virtual_shards else "hand-written"
+    print(f"{label} step: {1e3 * np.median(secs[base]):.2f} ms (median)")
     return {
-        "built / hand": pairs.ratio(secs["built"], secs["hand"]),
-        "hand / hand": pairs.ratio(secs["again"], secs["hand"]),
+        f"{other} / {base}": pairs.ratio(secs[other], secs[base]),
+        f"{base} / {base}": pairs.ratio(secs[again], secs[base]),
     }
 
 
@@ -163,6 +180,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     sizes = {"num-pairs": 200, "width": 128, "num-layers": 2, "num-heads": 4}
     sizes |= {"global-batch": 16, "seq-len": 128, "num-devices": 1}
+    sizes |= {"virtual-shards": 0}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N")
     return parser.parse_args(argv)

@@ -174,7 +174,12 @@ def parse_bytes(text: str, *, path: str) -> int:
 
 
 def choose_layout(
-    wanted: ArrayLayout, *, num_leaves: int, num_bytes: int, has_links: bool
+    wanted: ArrayLayout,
+    *,
+    num_leaves: int,
+    num_bytes: int,
+    has_links: bool,
+    num_processes: int = 1,
 ) -> tuple[ArrayLayout, str]:
     """The layout to write in, and why.
 
@@ -183,9 +188,12 @@ def choose_layout(
         num_leaves: leaves with elements.
         num_bytes: of all of them.
         has_links: whether the root has hard links.
+        num_processes: that save together; only one alone links.
     """
     if wanted is not ArrayLayout.AUTO:
         return wanted, "it was asked for"
+    if num_processes > 1:
+        return ArrayLayout.OCDBT, f"{num_processes} processes link no leaves"
     if not has_links:
         return ArrayLayout.OCDBT, "the root has no hard links"
     mean_bytes = num_bytes // max(1, num_leaves)

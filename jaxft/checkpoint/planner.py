@@ -260,13 +260,13 @@ class SavePlanner:
                 self.probe()
             except space.SpaceError:
                 self._has_links = False  # The save itself will tell what is wrong.
-        has_links = bool(self._has_links) and jax.process_count() == 1
         num_leaves, num_bytes = proof.num_state_bytes(run_record.leaf_specs(record))
         self._layout, reason = options.choose_layout(
             self._options.layout,
             num_leaves=num_leaves,
             num_bytes=num_bytes,
-            has_links=has_links,
+            has_links=bool(self._has_links),
+            num_processes=jax.process_count(),
         )
         self._emit(
             "checkpoint_layout",

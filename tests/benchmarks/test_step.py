@@ -37,6 +37,16 @@ def test_the_built_step_and_the_hand_written_one_learn_the_same(bench, capsys):
     assert all(f"{pairs} pairs" in line for line in lines[1:])
 
 
+@pytest.mark.slow
+def test_virtual_shards_learn_the_same_as_the_plain_step(bench, capsys):
+    sizes = ["--width=32", "--seq-len=16", "--num-layers=1", "--global-batch=8"]
+    more = ["--num-pairs=10", "--virtual-shards=8", "--num-devices=4"]
+    bench.main([*sizes, *more])
+    lines = capsys.readouterr().out.splitlines()
+    names = ["plain step", "shards / plain", "plain / plain"]
+    assert [line.split(":")[0] for line in lines] == names
+
+
 def test_contestants_that_compute_something_else_are_refused(bench):
     with pytest.raises(RuntimeError, match="losses differ"):
         bench.time_rounds({"a": lambda: 1.0, "b": lambda: 1.001}, num_rounds=1)

@@ -73,6 +73,18 @@ def test_auto_chooses_by_links_and_leaves():
     assert _chosen("files", num_leaves=5000, num_bytes=1, has_links=False) == "files"
 
 
+def test_several_processes_link_nothing_whatever_the_root_has():
+    for has_links in (True, False):
+        layout, reason = options.choose_layout(
+            config.ArrayLayout.AUTO,
+            num_leaves=100,
+            num_bytes=10**9,
+            has_links=has_links,
+            num_processes=4,
+        )
+        assert (layout.value, reason) == ("ocdbt", "4 processes link no leaves")
+
+
 def test_auto_is_half_of_the_memory_that_is_there():
     half = options.make_options(**(GOOD | {"memory_budget": "auto"})).memory_bytes
     assert 1 << 30 <= half < 1 << 50
