@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxft.checkpoint import manifest
+from jaxft.checkpoint import layout, manifest
+from jaxft.checkpoint.run_record import read_record
 from jaxft.events import read_events
 from jaxft.process_state import process_state
 from jaxft.recovery.generations import Generation, Generations
@@ -338,7 +339,7 @@ class Job:
 
 
 class Hosts(Job):
-    """The two members of a job, each a command of its own, as on hosts of their own."""
+    """The members of a job, each a command of its own, as on hosts of their own."""
 
     def __init__(self, commands: Sequence[Command]):
         super().__init__(commands[0], len(commands))
@@ -356,16 +357,19 @@ class Hosts(Job):
                 f"--coordinator={self.coordinator}",
             )
 
-    def kill_host(self, index: int) -> float:
-        """A whole one; seconds until the workers of the others are dead, too."""
+    def kill_hosts(self, *indices: int) -> float:
+        """Whole ones; seconds until the workers of the others are dead, too."""
         living = list(self.running("worker").values())
-        process = self.commands[index].process
-        assert process is not None
+        victims = [self.commands[index].process for index in indices]
         began = time.monotonic()
-        process.kill()
+        for process in victims:
+            assert process is not None
+            process.kill()
         self.wait_until_dead(living)
         secs = time.monotonic() - began
-        process.communicate()
+        for process in victims:
+            assert process is not None
+            process.communicate()
         return secs
 
     def finish(self, *, code: int = 0) -> None:
@@ -378,9 +382,9 @@ class Hosts(Job):
 def hosts(command: Callable[..., Command]) -> Callable[..., Hosts]:
     """Makes jobs whose members are started one by one, of 40 steps."""
 
-    def make(name: str = "run", **settings: Any) -> Hosts:
+    def make(name: str = "run", *, num_hosts: int = 2, **settings: Any) -> Hosts:
         settings = {"train__num_steps": 40} | settings
-        return Hosts([command(name, **settings) for _ in range(2)])
+        return Hosts([command(name, **settings) for _ in range(num_hosts)])
 
     return make
 
@@ -443,6 +447,29 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Comma
         return runs[key]
 
     return get
+
+
+@pytest.fixture
+def same_samples() -> Callable[[Command, Command], None]:
+    """Asserts that two runs read the same samples up to each step that both saved.
+
+    What the record of a step says of the data names, with the step, all samples that
+    went before: a batch is a pure function of it.
+    """
+
+    def check(run: Command, reference: Command) -> None:
+        found = []
+        for one in (run, reference):
+            root = one.workdir / "checkpoints"
+            paths = {s: layout.step_path(root, s) for s in layout.discover(root).steps}
+            found.append({s: read_record(path)["data"] for s, path in paths.items()})
+        ours, theirs = found
+        both = ours.keys() & theirs.keys()
+        assert run.settings["train.num_steps"] in both
+        assert len(both) > 1
+        assert {s: ours[s] for s in both} == {s: theirs[s] for s in both}
+
+    return check
 
 
 @pytest.fixture

@@ -92,7 +92,7 @@ def test_a_whole_host_is_gone_and_comes_back(
     two = hosts(elastic__host_lost_secs=4.0)
     two.start()
     two.wait_for_step(15)
-    down_secs = two.kill_host(index)
+    down_secs = two.kill_hosts(index)
     record_property(f"host {index} gone: all down, seconds", down_secs)
     assert down_secs < two.down_secs + two.busy_secs
     two.start(index)
