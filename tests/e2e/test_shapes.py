@@ -1,5 +1,6 @@
-"""With virtual shards a run may be moved to other devices: the bits stay."""
+"""With virtual shards a run may be moved to other devices and processes: bits stay."""
 
+import itertools
 import os
 import signal
 from typing import Any
@@ -8,8 +9,8 @@ import pytest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
-# Number of devices, shards of the parameters.
-SHAPES = [(1, 1), (8, 8), (2, 1), (4, 2), (8, 1)]
+# Number of processes, devices of each, shards of the parameters.
+SHAPES = [(1, 1, 1), (2, 4, 8), (1, 2, 1), (4, 1, 2), (1, 8, 1)]
 NUM_STEPS = 100
 SETTINGS = {
     "train__virtual_shards": 8,
@@ -22,41 +23,63 @@ SETTINGS = {
 
 
 @pytest.mark.slow
-def test_a_run_moved_four_times_by_kills(command: Any, same: Any) -> None:
-    reference = command("reference", **SETTINGS)
+@pytest.mark.timeout(900)
+def test_a_run_moved_four_times_by_kills(job: Any, same: Any) -> None:
+    reference = job("reference", num_processes=1, **SETTINGS).run
     code, _, err = reference.run(timeout_secs=200)
     assert code == 0, err
-    run = command("moved", **SETTINGS)
-    for number, (num_devices, fsdp) in enumerate(SHAPES):
-        run.num_devices, run.settings["mesh.fsdp"] = num_devices, fsdp
+    one = job("moved", **SETTINGS)
+    run = one.run
+    for number, shape in enumerate(SHAPES):
+        one.num_processes, run.num_devices, run.settings["mesh.fsdp"] = shape
+        one.start()
         if number == len(SHAPES) - 1:
-            code, _, err = run.run(timeout_secs=200)
-            assert code == 0, err
             break
-        enough = 10 + 20 * number
-        run.start()
-        run.wait_for(
-            lambda enough=enough: any(
-                e["step"] >= enough for e in run.events("save_commit")
-            ),
-            timeout_secs=200,
-        )
-        assert run.process is not None
-        os.killpg(run.process.pid, signal.SIGKILL)
-        run.process.communicate()
+        kill_after_save(one, 10 + 20 * number)
+    code, _, err = one.finish()
+    assert code == 0, err
     same(run, reference, NUM_STEPS)
-    shapes = [e["facts"]["mesh.shape"] for e in run.events("facts")]
-    assert shapes == [[n // fsdp, fsdp, 1] for n, fsdp in SHAPES]
-    changes = [e["changes"] for e in run.events("resume_changed")]
+    shapes = [event["facts"]["mesh.shape"] for event in run.events("facts")]
+    # Each of several processes tells of it.
+    assert [shape for shape, _ in itertools.groupby(shapes)] == [
+        [processes * devices // fsdp, fsdp, 1] for processes, devices, fsdp in SHAPES
+    ]
+    changes = [event["changes"] for event in run.events("resume_changed")]
     assert all("mesh.shape" in changed for changed in changes)
-    assert len(changes) == len(SHAPES) - 1
-    evaluations = {
-        e["step"]: e["metrics"]
-        for one in (run, reference)
-        for e in one.events("evaluation")
-    }
-    for event in run.events("evaluation") + reference.events("evaluation"):
+    assert len(changes) >= len(SHAPES) - 1
+    evaluations = {e["step"]: e["metrics"] for e in reference.events("evaluation")}
+    assert {e["step"] for e in run.events("evaluation")} == evaluations.keys()
+    for event in run.events("evaluation"):
         assert event["metrics"] == evaluations[event["step"]]
+
+
+def kill_after_save(job: Any, step: int) -> None:
+    """All of it at once, when a save of that step or a later one is done."""
+    job.run.wait_for(
+        lambda: any(e["step"] >= step for e in job.run.events("save_commit")),
+        timeout_secs=200,
+        poll_secs=0.02,
+    )
+    pids = list(job.running("worker").values())
+    os.killpg(job.run.process.pid, signal.SIGKILL)
+    job.run.process.communicate()
+    job.wait_until_dead(pids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_processes", "num_devices", "fsdp"), [(2, 1, 1), (2, 2, 4), (4, 1, 2)]
+)
+def test_processes_are_no_other_numbers(
+    job: Any, reference: Any, num_processes: int, num_devices: int, fsdp: int
+) -> None:
+    settings = SETTINGS | {"train__num_steps": 40, "eval__every_steps": 20}
+    one = job(num_processes=num_processes, mesh__fsdp=fsdp, **settings)
+    one.run.num_devices = num_devices
+    one.start()
+    code, _, err = one.finish()
+    assert code == 0, err
+    one.check_same(reference(1, **settings))
 
 
 def test_another_number_of_devices_is_no_other_run(command: Any) -> None:
