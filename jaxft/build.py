@@ -114,6 +114,7 @@ def build(
         config.faults.inject,
         num_steps=config.train.num_steps,
         num_bad=config.train.max_nonfinite,
+        num_high=config.rollback.spike_steps,
     )
     skipped = parse_skip(config.data.skip)
     mesh = make_mesh(config.mesh, devices=devices)

@@ -73,7 +73,7 @@ def plan_drill(
     if not given:
         told = "; ".join(f"{kind}: {why}" for kind, why in refused.items())
         raise ConfigError("", f"no fault can be had here: {told}")
-    num_steps, num_bad = config.train.num_steps, config.train.max_nonfinite
+    num_steps = config.train.num_steps
     first = max(1, round(_QUIET_SHARE * num_steps))
     # Of each stretch one half is for the fault, one to recover.
     stretch = (num_steps - 1 - first) // num_faults
@@ -88,7 +88,12 @@ def plan_drill(
         f"random(n={num_faults}, seed={seed}, kinds={'+'.join(given)}, "
         f"first={first}, last={num_steps - 2})"
     )
-    faults = parse_plan(plan, num_steps=num_steps, num_bad=num_bad)
+    faults = parse_plan(
+        plan,
+        num_steps=num_steps,
+        num_bad=config.train.max_nonfinite,
+        num_high=config.rollback.spike_steps,
+    )
     return DrillPlan(
         faults=_shifted(faults, config),
         refused=refused,

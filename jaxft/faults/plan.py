@@ -18,7 +18,7 @@ import dataclasses
 import enum
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxft.config import ConfigError
@@ -110,14 +110,15 @@ class PlannedFault:
 
 
 def parse_plan(
-    text: str, *, num_steps: int, num_bad: int = 1
+    text: str, *, num_steps: int, num_bad: int = 1, num_high: int = 1
 ) -> tuple[PlannedFault, ...]:
     """Reads a plan; the same text gives the same plan.
 
     Args:
         text: the grammar above; empty for no fault.
         num_steps: where the run ends: random faults lie before it.
-        num_bad: batches in a row that a random fault of the data makes bad.
+        num_bad: batches in a row that a random fault of the data makes bad;
+        num_high: those of a random spike.
 
     Raises:
         ConfigError: for `faults.inject`: something in it is not understood.
@@ -126,7 +127,8 @@ def parse_plan(
     for item in filter(None, (part.strip() for part in text.split(";"))):
         drawn = [item]
         if match := _RANDOM.fullmatch(item):
-            drawn = _draw(match[1], num_steps=num_steps, num_bad=num_bad)
+            lengths = dict.fromkeys(OF_BATCHES, num_bad) | {Injected.SPIKE: num_high}
+            drawn = _draw(match[1], num_steps=num_steps, lengths=lengths)
         faults += [
             _parse(one, number=len(faults) + i) for i, one in enumerate(drawn, 1)
         ]
@@ -210,7 +212,7 @@ def _number(text: str, name: str, item: str) -> int | float:
     return number
 
 
-def _draw(text: str, *, num_steps: int, num_bad: int) -> list[str]:
+def _draw(text: str, *, num_steps: int, lengths: Mapping[Injected, int]) -> list[str]:
     """A random plan: each fault at a random place of a stretch of its own."""
     item = f"random({text})"
     known = {"n": "1", "seed": "0", "kinds": "kill", "first": "1", "last": ""}
@@ -239,12 +241,12 @@ def _draw(text: str, *, num_steps: int, num_bad: int) -> list[str]:
     # In the first half of its stretch: what follows has room to recover.
     places = [first + i * length + rng.randrange((length + 1) // 2) for i in range(n)]
     pairs = zip(chosen, places, strict=True)
-    return [_at(Injected(kind), place, num_bad=num_bad) for kind, place in pairs]
+    return [_at(Injected(kind), place, lengths=lengths) for kind, place in pairs]
 
 
-def _at(kind: Injected, place: int, *, num_bad: int) -> str:
-    if kind in OF_BATCHES:
-        return f"{kind}@{place}-{place + num_bad - 1}"
+def _at(kind: Injected, place: int, *, lengths: Mapping[Injected, int]) -> str:
+    if kind in lengths:
+        return f"{kind}@{place}-{place + lengths[kind] - 1}"
     if kind is Injected.SLOW_DISK:
         return f"{kind}@{place}-{place + _SLOW_STEPS}:{_RANDOM_RATE}"
     return f"{kind}@{place}"
