@@ -204,7 +204,8 @@ class JobSupervisor(Supervisor):
                 return None
             if not 0 < self._rules.min_processes <= len(standing.ready):
                 who = ", ".join(standing.absent)
-                text = f"{who} did not come within {self._rules.wait_secs:g} s"
+                where = f"in {self._members.folder}, which all hosts must share"
+                text = f"{who} did not come within {self._rules.wait_secs:g} s, {where}"
                 return self._own_end(FaultKind.PEER_LOST, text)
             if problem := self._refuse(len(standing.ready)):
                 return self._own_end(FaultKind.CONFIG, problem)
@@ -419,7 +420,8 @@ class JobSupervisor(Supervisor):
         self._tell_at = self._clock() + _TELL_SECS
         others = [name for name in names if name != self._seat.name]
         self._emit("member_wait", absent=others)
-        self._tell(f"waiting for {', '.join(others) or 'the job'}")
+        who = ", ".join(others) or "the job"
+        self._tell(f"waiting for {who}, in {self._members.folder}")
 
     def _leave(self, end: End) -> Outcome:
         self.end = end

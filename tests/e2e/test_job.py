@@ -133,6 +133,21 @@ def test_a_second_job_is_refused(job: Any) -> None:
 
 
 @pytest.mark.slow
+def test_hosts_that_share_no_disk_say_where_they_looked(hosts: Any) -> None:
+    settings = {"elastic__wait_secs": 5.0}
+    apart = hosts("here", **settings)
+    apart.commands[1].workdir = apart.commands[1].workdir.with_name("there")
+    apart.start()
+    for index, command in enumerate(apart.commands):
+        code, _, err = command.finish()
+        assert code == 69
+        folder = command.workdir / "members"
+        who = f"process-{1 - index} did not come within 5 s, in {folder}"
+        assert f"{who}, which all hosts must share" in err
+        assert {path.name for path in command.workdir.glob("*")} <= {"compile_cache"}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("num_hosts", [2, 4])
 def test_half_as_many_and_all_again(
     hosts: Callable[..., Any], same_samples: Any, num_hosts: int
