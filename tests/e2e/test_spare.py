@@ -130,6 +130,28 @@ def test_its_death_is_none_and_it_dies_with_the_supervisor(
         run.wait_for(lambda pid=pid: not _lives(pid))
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_each_process_of_a_job_has_one(job: Any, victim: int) -> None:
+    one = job(**LONG)
+    one.start()
+    _spare(one.run, 2)
+    one.kill("worker", victim)
+    far = one.newest_step()
+    one.wait_for_step(far + 50)
+    launches = one.run.events("launch")
+    assert [e["from_spare"] for e in launches] == [False, False, True, True]
+    spares = {e["spare_pid"] for e in one.run.events("spare")[:2]}
+    assert {e["worker_pid"] for e in launches[2:]} == spares
+    os.kill(one.pid("supervisor", 0), signal.SIGTERM)
+    assert one.finish()[0] == 75
+    step = one.run.events("save_commit")[-1]["step"]
+    reference = job("reference", train__num_steps=step)
+    reference.start()
+    assert reference.finish()[0] == 0
+    one.run.settings["train.num_steps"] = step
+    one.check_same(reference)
+
+
 def _lives(pid: int) -> bool:
     try:
         return _proc(pid, "stat").rpartition(b")")[2].split()[0] not in b"ZX"
