@@ -23,7 +23,6 @@ import gc
 import json
 import os
 import pathlib
-import re
 import shutil
 import time
 from collections.abc import Callable
@@ -34,6 +33,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pairs
 from absl import app, flags, logging
+from host_memory import read_memory, reset_peak
 
 from jaxft import durable
 from jaxft.checkpoint import leaves, manifest, orbax_io, run_record, step_files
@@ -182,21 +182,16 @@ def write_bare(path: str, state: State) -> None:
 # --- measuring ----------------------------------------------------------------
 
 
-def _read_status(field: str) -> float:
-    text = pathlib.Path("/proc/self/status").read_text()
-    return float(re.search(rf"{field}:\s+(\d+) kB", text)[1]) / 1e6
-
-
 def measure(call: Callable[[], Any]) -> tuple[Any, float, float]:
     """Result, seconds, and gigabytes by which memory rose above the start."""
     gc.collect()
     os.sync()
-    pathlib.Path("/proc/self/clear_refs").write_text("5")
-    before = _read_status("VmRSS")
+    reset_peak()
+    before = read_memory("VmRSS")
     begin = time.perf_counter()
     result = call()
     secs = time.perf_counter() - begin
-    return result, secs, _read_status("VmHWM") - before
+    return result, secs, (read_memory("VmHWM") - before) / 1e3
 
 
 def run_once(contestant: Any, folder: str, state: State, *, check: bool) -> Figures:

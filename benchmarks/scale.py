@@ -29,7 +29,6 @@ import gc
 import json
 import os
 import pathlib
-import re
 import shutil
 import socket
 import subprocess
@@ -40,6 +39,7 @@ from typing import Any
 
 import numpy as np
 from absl import app, flags, logging
+from host_memory import read_memory, reset_peak
 
 _PARTS = flags.DEFINE_list("parts", ["processes", "steps", "leaves"], "which tables")
 _NUM_ROUNDS = flags.DEFINE_integer("num_rounds", 5, "saves and restores that count")
@@ -156,18 +156,6 @@ def _meet(what: str) -> None:
 
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(what)
-
-
-def reset_peak() -> None:
-    """From now on `VmHWM` counts anew."""
-    gc.collect()
-    pathlib.Path("/proc/self/clear_refs").write_text("5")
-
-
-def read_memory(field: str) -> float:
-    """`VmRSS` or `VmHWM` of this process, in MB."""
-    text = pathlib.Path("/proc/self/status").read_text()
-    return float(re.search(rf"{field}:\s+(\d+) kB", text)[1]) / 1e3
 
 
 # --- the table of processes -----------------------------------------------------

@@ -13,12 +13,15 @@ the machine stands beside every ratio.
 
 With `--virtual-shards=8` it is the built step with virtual shards over the one without,
 on `--num-devices` devices: what the same bits on any number of them cost. Fake devices
-of a CPU are asked for by `JAX_NUM_CPU_DEVICES`.
+of a CPU are asked for by `JAX_NUM_CPU_DEVICES`. With `--alone=1` besides, the one step
+or (`--virtual-shards=0`) the other runs by itself, and what is printed is the memory of
+the host that it takes beyond the state; on fake devices that is the sum of theirs.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import sys
 import time
 from collections.abc import Callable
@@ -28,6 +31,7 @@ import jax
 import numpy as np
 import optax
 import pairs
+from host_memory import read_memory, reset_peak
 
 from jaxft.config import (
     LossConfig,
@@ -125,6 +129,22 @@ def time_rounds(
     return secs
 
 
+def run_alone(build: Callable[[int], TrainStep], rows: Batch, num_shards: int) -> None:
+    """Prints what a few steps take beyond the state."""
+    step = build(num_shards)
+    batch, control = step.place(rows)
+    contestant = start_built(step, batch=batch, control=control)
+    contestant()  # The compiler needs memory, too.
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    reset_peak()
+    before = read_memory("VmRSS")
+    for _ in range(5):
+        contestant()
+    peak = read_memory("VmHWM") - before
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(step.init().params))
+    print(f"parameters {size / 1e6:.0f} MB, beyond the state {peak:.0f} MB")
+
+
 def run(args: argparse.Namespace) -> dict[str, tuple[float, float, float]]:
     """Builds the contestants, times them and returns the two ratios."""
     config = ModelConfig(
@@ -147,6 +167,9 @@ def run(args: argparse.Namespace) -> dict[str, tuple[float, float, float]]:
             config=TrainConfig(clip_norm=1.0, virtual_shards=virtual_shards),
         )
 
+    if args.alone:
+        run_alone(build, rows, args.virtual_shards)
+        return {}
     built = build()
     batch, control = built.place(rows)
     if args.virtual_shards:
@@ -180,7 +203,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     sizes = {"num-pairs": 200, "width": 128, "num-layers": 2, "num-heads": 4}
     sizes |= {"global-batch": 16, "seq-len": 128, "num-devices": 1}
-    sizes |= {"virtual-shards": 0}
+    sizes |= {"virtual-shards": 0, "alone": 0}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N")
     return parser.parse_args(argv)
