@@ -370,7 +370,7 @@ def _live(
     def leave(reason: str) -> NoReturn:
         """Nothing is worth saving here: the newest committed step stands."""
         log("end", step=-1, reason=f"stopped by {reason}")
-        fault = stop_fault(f"{reason} before the first step")
+        fault = stop_fault(reason)
         tell_end(fault)
         end(fault)
 

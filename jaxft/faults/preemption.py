@@ -30,6 +30,9 @@ REPEAT_SECS = 3.0
 # leaves by itself, with its reason, before the supervisor or the scheduler kills it.
 MARGIN_SECS = 2.0
 MARGIN_SHARE = 0.1
+# Somebody said it again, or the grace time is over, and the main thread has not looked
+# for so long: it hangs in something, and what is committed stands without it.
+DEAF_SECS = 5.0
 # Nobody may catch these, or they tell of a crash or of a child, not of a wish.
 _NOT_REQUESTS = frozenset(
     {"SIGKILL", "SIGSTOP", "SIGCHLD", "SIGCLD", "SIGSEGV", "SIGBUS", "SIGFPE"}
@@ -85,8 +88,10 @@ class StopRequests:
         timer: monotonic seconds, for how long something takes.
         start_secs: when the command started, in seconds since the epoch; now by
             default. A restarted worker passes the supervisor's.
-        leave: ends the process; see `may_leave`. It is called with the reason, from
-            any thread. None where the process is not ours (a notebook).
+        leave: ends the process: see `may_leave`, and where a second request, or the
+            end of the grace time, is not followed within `DEAF_SECS`. It is called
+            with the reason, from any thread. None where the process is not ours (a
+            notebook).
         environ: where `SLURM_JOB_END_TIME` is looked up.
 
     Raises:
@@ -106,6 +111,7 @@ class StopRequests:
     ):
         self._signals = parse_signals(config.signals)
         margin_secs = min(MARGIN_SECS, MARGIN_SHARE * config.grace_secs)
+        self._grace_secs = config.grace_secs
         self._work_secs = config.grace_secs - margin_secs
         self._emit = emit
         self._clock = clock
@@ -119,7 +125,7 @@ class StopRequests:
         )
         self._reason: str | None = None
         self._since = math.inf
-        self._urgent = False
+        self._urgent_since = math.inf
         self._announced = False
         self._first_seen: dict[int, float] = {}
         # Guards `_announced`, `_num_inside`, `_entered`; never taken in a handler.
@@ -148,7 +154,7 @@ class StopRequests:
     @property
     def urgent(self) -> bool:
         """Somebody asked again: leave now, on the last committed step."""
-        return self._urgent
+        return self._urgent_since < math.inf
 
     def deadline_secs(self) -> float | None:
         """Seconds left for work, at least 0; None without a request.
@@ -251,9 +257,11 @@ class StopRequests:
         waiter = select.poll()
         waiter.register(self._read_fd, select.POLLIN)
         while self._entered:
-            sleep_secs = _MAX_SLEEP_SECS
             if self._reason is None:
-                sleep_secs = min(max(0.0, self._stop_at - self._clock()), sleep_secs)
+                sleep_secs = self._stop_at - self._clock()
+            else:
+                sleep_secs = self._deaf_at() - self._timer()
+            sleep_secs = min(max(0.0, sleep_secs), _MAX_SLEEP_SECS)
             if waiter.poll(math.ceil(sleep_secs * 1000)):
                 self._take(os.read(self._read_fd, 4096))
             self.poll()
@@ -265,7 +273,8 @@ class StopRequests:
             if number in self._signals:
                 now = self._timer()
                 first = self._first_seen.setdefault(number, now)
-                self._urgent = self._urgent or now - first > REPEAT_SECS
+                if now - first > REPEAT_SECS:
+                    self._urgent_since = min(now, self._urgent_since)
                 self._set(signal.Signals(number).name)
         if self._earlier_fd >= 0 and (theirs := numbers.replace(b"\0", b"")):
             with contextlib.suppress(OSError):
@@ -280,8 +289,16 @@ class StopRequests:
     def _leave_if_asked(self) -> None:
         # With the lock held, so that the phase cannot end under the decision.
         with self._lock:
-            if self._num_inside and self._reason is not None and self._leave:
+            if self._reason is None or self._leave is None:
+                return
+            if self._num_inside:
                 self._leave(self._reason)
+            elif self._entered and self._timer() >= self._deaf_at():
+                self._leave(f"{self._reason} while the main thread was deaf to it")
+
+    def _deaf_at(self) -> float:
+        """When a main thread that still goes on is not waited for any more."""
+        return min(self._urgent_since, self._since + self._grace_secs) + DEAF_SECS
 
 
 def _stop_time(

@@ -352,6 +352,26 @@ def test_may_leave_leaves_on_entering_after_a_request():
             raise AssertionError("must not get here")
 
 
+@pytest.mark.parametrize(("again", "secs"), [(True, 5.0), (False, 30.0 + 5.0)])
+def test_a_main_thread_that_does_not_hear_it_is_left(again, secs):
+    clock, left = Clock(), []
+    with make(clock=clock, leave=left.append) as stops:
+        raise_signal(signal.SIGTERM)
+        wait_for(lambda: stops._first_seen)
+        if again:
+            clock.now += 4.0
+            raise_signal(signal.SIGTERM)
+            wait_for(lambda: stops.urgent)
+        clock.now += secs - 0.5
+        stops._wake()
+        time.sleep(0.05)
+        assert left == []
+        clock.now += 0.5
+        stops._wake()
+        wait_for(lambda: left)
+    assert left[0] == "SIGTERM while the main thread was deaf to it"
+
+
 def test_without_leave_nothing_happens():
     with make() as stops:
         stops.request()

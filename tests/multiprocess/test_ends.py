@@ -28,6 +28,7 @@ def test_who_never_comes_is_named(job):
 def test_a_killed_process_ends_the_other(job, victim):
     two = job(train__num_steps=10_000).start(2)
     two.wait_for_step(12)
+    two.wait_for(two.steps)
     killed = time.monotonic()
     two.processes[victim].send_signal(signal.SIGKILL)
     codes = [r.code for r in two.finish(timeout_secs=SOON_SECS)]
@@ -87,3 +88,17 @@ def test_a_stop_before_the_first_step_stops_both(job):
     codes = [r.code for r in two.finish(timeout_secs=60)]
     assert codes == [75, 75]
     assert two.steps() in ([], [two.events("end")[0]["step"]])
+
+
+@SLOW
+def test_a_second_signal_means_now_where_the_other_process_is_waited_for(job):
+    two = job(train__num_steps=10_000, preemption__grace_secs=300.0).start(2)
+    two.wait_for_step(12)
+    one, other = two.processes
+    other.send_signal(signal.SIGSTOP)
+    for _ in range(2):
+        one.send_signal(signal.SIGTERM)
+        time.sleep(4.0)
+    assert one.wait(timeout=SOON_SECS) == 75
+    other.kill()
+    assert "SIGTERM while the main thread was deaf to it" in two.finish()[0].out
