@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import os
 import pathlib
 import secrets
@@ -134,6 +135,13 @@ def write_once(
         _sync_file(temporary)
         _take_name(temporary, os.fspath(path), whole=whole)
     sync_folder(folder or ".")
+
+
+def sweep(path: str | os.PathLike[str]) -> None:
+    """Removes what kills have left of a file that nobody else writes now."""
+    folder, name = os.path.split(os.fspath(path))
+    for leftover in pathlib.Path(folder).glob(f"{UNFINISHED}*-{glob.escape(name)}"):
+        leftover.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -478,8 +478,7 @@ def _write_config(path: pathlib.Path, config: Config) -> None:
         ConfigError: the workdir takes no file.
     """
     # What a kill at this very moment left is ours: we hold the lock.
-    for leftover in path.parent.glob(f"{durable.UNFINISHED}*-{path.name}"):
-        leftover.unlink(missing_ok=True)
+    durable.sweep(path)
     body = json.dumps(settings.flatten(config), indent=1) + "\n"
     try:
         durable.replace(path, body.encode())

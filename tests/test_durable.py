@@ -130,3 +130,13 @@ def test_every_new_folder_is_durable_in_the_one_above(tmp_path, synced):
     durable.make_folders(tmp_path / "a" / "b")
     durable.make_folders(tmp_path / "a" / "b")
     assert [path for path, _ in synced] == [str(tmp_path), str(tmp_path / "a")]
+
+
+def test_what_kills_have_left_of_one_file_is_swept(tmp_path):
+    for name in ("a.json", "b.json", "[a].json"):
+        (tmp_path / f"{durable.UNFINISHED}0123abcd-{name}").touch()
+    (tmp_path / "a.json").touch()
+    durable.sweep(tmp_path / "a.json")
+    durable.sweep(tmp_path / "[a].json")
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == [f"{durable.UNFINISHED}0123abcd-b.json", "a.json"]

@@ -103,7 +103,9 @@ def write_identity(root: str, identity: Identity) -> Identity:
         OSError: it cannot be written.
     """
     words = [identity.owner, *map(str, sorted(identity.inherited))]
-    durable.replace(os.path.join(root, _ID_FILE), f"{' '.join(words)}\n".encode())
+    path = os.path.join(root, _ID_FILE)
+    durable.sweep(path)
+    durable.replace(path, f"{' '.join(words)}\n".encode())
     return identity
 
 
