@@ -1,22 +1,9 @@
 """The goodput benchmark: its prediction, reckoned by hand."""
 
-import importlib.util
-import pathlib
-
 import pytest
 
 from jaxft.goodput.simulator import Costs, EverySecs
 from jaxft.intervals import SaveCost
-
-_PATH = pathlib.Path(__file__).parents[2] / "benchmarks" / "goodput.py"
-
-
-@pytest.fixture(scope="module")
-def bench():
-    spec = importlib.util.spec_from_file_location("benchmarks_goodput", _PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_a_kill_costs_a_restart_and_what_was_not_saved(bench):

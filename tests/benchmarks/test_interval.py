@@ -1,22 +1,9 @@
 """The interval benchmark: what it compares, and that it needs a whole history."""
 
-import importlib.util
-import pathlib
-
 import pytest
 
 from jaxft.goodput.simulator import Costs
 from jaxft.intervals import SaveCost
-
-_PATH = pathlib.Path(__file__).parents[2] / "benchmarks" / "interval.py"
-
-
-@pytest.fixture(scope="module")
-def bench():
-    spec = importlib.util.spec_from_file_location("benchmarks_interval", _PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize(

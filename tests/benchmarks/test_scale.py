@@ -1,6 +1,5 @@
 """The scale benchmark: its roots are what they say, and its ratios are of growth."""
 
-import importlib.util
 import os
 import pathlib
 import re
@@ -15,14 +14,6 @@ from jaxft.checkpoint import decisions
 pytestmark = pytest.mark.device
 
 _PATH = pathlib.Path(__file__).parents[2] / "benchmarks" / "scale.py"
-
-
-@pytest.fixture(scope="module")
-def bench():
-    spec = importlib.util.spec_from_file_location("benchmarks_scale", _PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_a_filled_root_has_all_steps_and_goes_on_from_the_newest(bench, tmp_path):

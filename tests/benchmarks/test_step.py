@@ -1,25 +1,9 @@
 """The step benchmark: it runs, and it compares like with like."""
 
-import importlib.util
-import pathlib
-import sys
-
 import numpy as np
 import pytest
 
 pytestmark = pytest.mark.device
-
-_PATH = pathlib.Path(__file__).parents[2] / "benchmarks" / "step.py"
-
-
-@pytest.fixture(scope="module")
-def bench():
-    sys.path.insert(0, str(_PATH.parent))  # As for a script: what stands beside it.
-    spec = importlib.util.spec_from_file_location("benchmarks_step", _PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    sys.path.remove(str(_PATH.parent))
-    return module
 
 
 @pytest.mark.slow
