@@ -110,12 +110,7 @@ def build(
     Raises:
         ConfigError: something cannot work; it names the config path.
     """
-    faults = parse_plan(
-        config.faults.inject,
-        num_steps=config.train.num_steps,
-        num_bad=config.train.max_nonfinite,
-        num_high=config.rollback.spike_steps,
-    )
+    faults = _faults(config)
     skipped = parse_skip(config.data.skip)
     mesh = make_mesh(config.mesh, devices=devices)
     check_batch(
@@ -169,6 +164,15 @@ def build(
         poll=poll,
     )
     return Parts(iterator=iterator, **parts)
+
+
+def _faults(config: Config) -> tuple[PlannedFault, ...]:
+    return parse_plan(
+        config.faults.inject,
+        num_steps=config.train.num_steps,
+        num_bad=config.train.max_nonfinite,
+        num_high=config.rollback.spike_steps,
+    )
 
 
 def load_function(name: str, path: str) -> Callable[..., Any]:

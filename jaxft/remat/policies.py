@@ -119,6 +119,22 @@ def parse_policy(text: str, *, names: Collection[str] | None = None) -> Policy:
     return Policy(kind, given)
 
 
+def policy_of(plan: str, layer: int, *, names: Collection[str] | None = None) -> Policy:
+    """The policy of one layer of a plan that may not know how many layers there are.
+
+    Raises:
+        ConfigError: as `parse_plan`; or the plan says nothing of this layer.
+    """
+    entries = _split_outside_parentheses("".join(plan.split()))
+    ranges = [re.match(r"(?:\d+-)?(\d+):", entry) for entry in entries]
+    lasts = [int(match[1]) for match in ranges if match is not None]
+    num_layers = max(lasts, default=layer) + 1
+    policies = parse_plan(plan, num_layers, names=names)
+    if not 0 <= layer < num_layers:
+        raise ConfigError(_PATH, f"no policy for layer {layer} in {plan!r}")
+    return policies[layer]
+
+
 def _split_outside_parentheses(text: str) -> list[str]:
     return re.split(r",(?![^(]*\))", text)
 
@@ -150,7 +166,12 @@ def wrap(fn: Callable[..., Any], policy: Policy, *, in_scan: bool) -> Callable:
     """
     if policy.kind is Kind.NONE:
         return fn
-    return jax.checkpoint(fn, policy=_jax_policy(policy), prevent_cse=not in_scan)
+    return jax.checkpoint(fn, **checkpoint_options(policy, in_scan=in_scan))
+
+
+def checkpoint_options(policy: Policy, *, in_scan: bool) -> dict[str, Any]:
+    """What `jax.checkpoint`, and its kin in flax, are called with; see `wrap`."""
+    return {"policy": _jax_policy(policy), "prevent_cse": not in_scan}
 
 
 def _jax_policy(policy: Policy) -> Callable[..., Any]:
