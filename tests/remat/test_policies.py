@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxft.config import ConfigError
 from jaxft.remat.policies import Kind, Policy, parse_plan, wrap
@@ -78,24 +79,52 @@ def test_none_is_the_function_itself():
     assert wrap(fn, NONE, in_scan=True) is fn
 
 
-def _num_operations(policy: Policy, *, in_scan: bool) -> int:
-    """Products and tanhs in the compiled gradient of a chain of four layers."""
+def _num_operations(
+    policy: Policy,
+    *,
+    form: str,
+    in_scan: bool,
+    kinds: tuple[str, ...] = ("dot", "tanh"),
+) -> int:
+    """Of four layers, in the compiled gradient."""
+
+    def layer(x, weight):
+        return jnp.tanh(checkpoint_name(x @ weight, "hidden")), None
 
     def loss(weights, x):
-        for weight in weights:
-            fn = wrap(lambda x, w: jnp.tanh(x @ w), policy, in_scan=in_scan)
-            x = fn(x, weight)
+        fn = wrap(layer, policy, in_scan=in_scan)
+        if form == "scan":
+            x, _ = jax.lax.scan(fn, x, weights)
+        else:
+            for weight in weights:
+                x, _ = fn(x, weight)
         return jnp.sum(x * x)
 
-    weights = [jnp.ones((64, 64))] * 4
+    weights = jnp.ones((4, 64, 64))
     text = jax.jit(jax.grad(loss)).lower(weights, jnp.ones((8, 64))).compile().as_text()
-    return text.count(" dot(") + text.count(" tanh(")
+    return sum(text.count(f" {kind}(") for kind in kinds)
 
 
 @pytest.mark.device
-def test_recompute_survives_the_compiler_outside_scan():
-    plain = _num_operations(NONE, in_scan=False)
+@pytest.mark.parametrize("text", ["full", "dots", "dots_no_batch", "names(other)"])
+@pytest.mark.parametrize("form", ["loop", "scan"])
+def test_recompute_survives_the_compiler(form, text):
+    policy = parse_plan(text, 1)[0]
+    plain = _num_operations(NONE, form=form, in_scan=form == "scan")
     assert plain > 0
-    # Without the barriers the compiler merges the second forward pass away.
-    assert _num_operations(FULL, in_scan=True) == plain
-    assert _num_operations(FULL, in_scan=False) > plain
+    assert _num_operations(policy, form=form, in_scan=form == "scan") > plain
+
+
+@pytest.mark.device
+def test_without_barriers_a_loop_merges_the_second_forward_pass_away():
+    plain = _num_operations(NONE, form="loop", in_scan=False)
+    assert _num_operations(FULL, form="loop", in_scan=True) == plain
+
+
+@pytest.mark.device
+def test_a_product_that_is_kept_by_name_is_not_computed_again():
+    # In a loop XLA for CPU drops the barriers, and merges the products all the same.
+    options = {"form": "scan", "in_scan": True, "kinds": ("dot",)}
+    plain = _num_operations(NONE, **options)
+    assert _num_operations(parse_plan("names(hidden)", 1)[0], **options) == plain
+    assert _num_operations(FULL, **options) > plain
