@@ -16,7 +16,7 @@ NUM_STEPS = 700
 
 
 def test_worker_killed_at_random_moments(command: Any, same: Any, full: bool) -> None:
-    kinds = ["start", "train", "save", "save"]
+    kinds = ["start", "train", "save"]
     if full:
         kinds = ["start"] * 5 + ["train"] * 8 + ["save"] * 7
     rng = random.Random(20261130)
@@ -66,6 +66,7 @@ def kill(run: Any, attempt: int, kind: str, rng: random.Random) -> bool:
     return len(mine("save_start")) > len(mine("save_commit"))
 
 
+@pytest.mark.slow
 def test_supervisor_killed_and_started_again_at_once(command: Any, same: Any) -> None:
     reference = command("reference", train__num_steps=200)
     assert reference.run()[0] == 0

@@ -38,10 +38,13 @@ def test_a_broken_run_is_accounted_for(
     run.start()
     began = time.monotonic()
     run.wait_for(lambda: any(e["step"] >= 25 for e in run.events("step")), **PATIENT)
+    # A look takes moments, in which it might come to its end.
+    worker = run.events("launch")[0]["worker_pid"]
+    os.kill(worker, signal.SIGSTOP)
     known = json.loads(report(run, "--json"))
     assert known["is_running"]
     assert known["step"] >= 25
-    os.kill(run.events("launch")[0]["worker_pid"], signal.SIGKILL)
+    os.kill(worker, signal.SIGKILL)
     if full:
         # Not before it is as far again: else the stop would share the loss.
         run.wait_for(

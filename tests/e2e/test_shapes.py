@@ -82,6 +82,7 @@ def test_processes_are_no_other_numbers(
     one.check_same(reference(1, **settings))
 
 
+@pytest.mark.slow
 def test_another_number_of_devices_is_no_other_run(command: Any) -> None:
     run = command("run", **SETTINGS | {"train__num_steps": 4, "eval__every_steps": 0})
     code, _, err = run.run()

@@ -97,7 +97,7 @@ def test_a_stack_and_a_list_compute_the_same():
 @pytest.mark.parametrize(
     "plan",
     [
-        "full",
+        pytest.param("full", marks=pytest.mark.slow),
         pytest.param("dots", marks=pytest.mark.slow),
         pytest.param("dots_no_batch", marks=pytest.mark.slow),
         pytest.param("names(attn,up)", marks=pytest.mark.slow),

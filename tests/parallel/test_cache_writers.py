@@ -52,6 +52,7 @@ jax.distributed.shutdown()
 """
 
 
+@pytest.mark.slow
 def test_after_a_restart_every_process_is_served(tmp_path, run_processes):
     def hits(mode):
         lines = [
