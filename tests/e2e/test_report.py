@@ -38,6 +38,7 @@ def test_a_broken_run_is_accounted_for(
     run.start()
     began = time.monotonic()
     run.wait_for(lambda: any(e["step"] >= 25 for e in run.events("step")), **PATIENT)
+    run.wait_for(lambda: run.events("save_commit"), **PATIENT)
     # A look takes moments, in which it might come to its end.
     worker = run.wait_for(lambda: run.events("launch"))[0]["worker_pid"]
     os.kill(worker, signal.SIGSTOP)
