@@ -189,6 +189,11 @@ class TrainConfig(Section):
     guard: bool = setting(True, "do not apply a non-finite update")
     clip_norm: float = not_negative(0.0, "global gradient norm limit; 0 is off")
     ema_decay: float = fraction(0.0, "average of parameters for evaluation: 0 is off")
+    offload_opt_state: bool = setting(
+        False,
+        "keep the arrays of the optimizer's state in host memory between updates",
+        numbers=False,
+    )
     max_nonfinite: int = positive(
         10, "non-finite steps in a row before the run rolls back", numbers=False
     )
