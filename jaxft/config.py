@@ -170,7 +170,12 @@ class RematConfig(Section):
     plan: str = setting(
         "none",
         "a policy for all layers, or '0-3:full,4-7:dots'; policies: none, full, "
-        "dots, dots_no_batch, names(a,b), offload(a,b)",
+        "dots, dots_no_batch, names(a,b), offload(a,b); auto chooses for the budget",
+        numbers=False,
+    )
+    memory_budget: str = setting(
+        "90%",
+        "of a device, for auto: e.g. 14GiB, or a share of its memory",
         numbers=False,
     )
 

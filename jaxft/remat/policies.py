@@ -94,6 +94,23 @@ def parse_plan(
     return whole
 
 
+def policy_of(text: str, layer: int) -> Policy:
+    """What a plan has for one layer, whatever the number of layers is.
+
+    Raises:
+        ConfigError: the plan is wrong, or has nothing for it.
+    """
+    entries = _split_outside_parentheses("".join(text.split()))
+    last = max([layer, *(int(n) for n in re.findall(r"(\d+):", " ".join(entries)))])
+    if ":" not in text:
+        return parse_plan(text, last + 1)[layer]
+    for entry in entries:
+        layers, _, policy = entry.partition(":")
+        if policy and layer in _parse_layers(layers, last + 1):
+            return parse_policy(policy)
+    raise ConfigError(_PATH, f"no policy for layer {layer} in {text!r}")
+
+
 def parse_policy(text: str, *, names: Collection[str] | None = None) -> Policy:
     """Reads one policy, e.g. `dots` or `names(attn,up)`.
 
