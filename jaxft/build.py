@@ -25,7 +25,7 @@ from jaxft import settings
 from jaxft.checkpoint import host_memory, policies
 from jaxft.checkpoint.manager import CheckpointManager
 from jaxft.checkpoint.options import MayCommit, always
-from jaxft.config import Config, ConfigError
+from jaxft.config import Config, ConfigError, RematConfig
 from jaxft.data.iterator import BatchIterator
 from jaxft.data.pipeline import Pipeline, heldout_batches
 from jaxft.data.sources import Sources
@@ -88,6 +88,25 @@ class Parts:
         return sum(int(np.prod(x.shape)) for x in jax.tree.leaves(params))
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Core:
+    """What of a run is compiled.
+
+    Attributes:
+        mesh: of the devices.
+        row: a row of the data.
+        batch: shapes of a global batch.
+        model: pure functions.
+        train_step: its step.
+    """
+
+    mesh: jax.sharding.Mesh
+    row: Mapping[str, np.ndarray]
+    batch: Mapping[str, jax.ShapeDtypeStruct]
+    model: Model
+    train_step: TrainStep
+
+
 def build(
     config: Config,
     *,
@@ -96,6 +115,7 @@ def build(
     poll: Callable[[], None] = lambda: None,
     devices: Sequence[jax.Device] | None = None,
     may_commit: MayCommit = always,
+    plan: str | None = None,
 ) -> Parts:
     """Builds a run from a resolved, locked config.
 
@@ -106,28 +126,17 @@ def build(
         poll: called while the loop waits for input; it may raise.
         devices: the devices to use; all of them when left out.
         may_commit: asked just before each commit; see `CheckpointManager`.
+        plan: what `remat.plan` came to where it is `auto`.
 
     Raises:
         ConfigError: something cannot work; it names the config path.
     """
     faults = _faults(config)
     skipped = parse_skip(config.data.skip)
-    mesh = make_mesh(config.mesh, devices=devices)
-    check_batch(
-        config.data.global_batch,
-        num_microbatches=config.train.num_microbatches,
-        mesh=mesh,
-        config=config.sharding,
-    )
     sources = _sources(config)
-    row = _first_row(sources, config)
-    batch_shapes = {
-        name: jax.ShapeDtypeStruct((config.data.global_batch, *x.shape), x.dtype)
-        for name, x in row.items()
-    }
-    model = _poisonable(_model(config, example=batch_shapes), faults)
-    step = _train_step(model, config, mesh=mesh)
-    metrics = _check_loss(model, config, state=step.abstract_state, batch=batch_shapes)
+    core = build_core(config, devices=devices, plan=plan, sources=sources)
+    mesh, row, model, step = core.mesh, core.row, core.model, core.train_step
+    metrics = _check_loss(model, config, state=step.abstract_state, batch=core.batch)
     step.check_memory(_memory_of_device(mesh))
     rows = local_rows(step.batch_sharding, config.data.global_batch)
     pipeline = _checked(
@@ -164,6 +173,46 @@ def build(
         poll=poll,
     )
     return Parts(iterator=iterator, **parts)
+
+
+def build_core(
+    config: Config,
+    *,
+    devices: Sequence[jax.Device] | None = None,
+    plan: str | None = None,
+    sources: Sources | None = None,
+) -> Core:
+    """Builds what is compiled: also for devices that are not here.
+
+    Args:
+        config: resolved.
+        devices: real ones, or those of a topology; all when left out.
+        plan: instead of `remat.plan`.
+        sources: where they are made already.
+
+    Raises:
+        ConfigError: something cannot work; it names the config path.
+    """
+    mesh = make_mesh(config.mesh, devices=devices)
+    check_batch(
+        config.data.global_batch,
+        num_microbatches=config.train.num_microbatches,
+        mesh=mesh,
+        config=config.sharding,
+    )
+    row = _first_row(_sources(config) if sources is None else sources, config)
+    batch = {
+        name: jax.ShapeDtypeStruct((config.data.global_batch, *x.shape), x.dtype)
+        for name, x in row.items()
+    }
+    remat = config.remat
+    if plan is not None:
+        remat = dataclasses.replace(remat, plan=plan)
+    elif remat.plan.strip() == "auto":
+        raise ConfigError("remat.plan", "auto is decided by a run: name a plan here")
+    model = _poisonable(_model(config, remat, example=batch), _faults(config))
+    step = _train_step(model, config, mesh=mesh)
+    return Core(mesh=mesh, row=row, batch=batch, model=model, train_step=step)
 
 
 def _faults(config: Config) -> tuple[PlannedFault, ...]:
@@ -266,8 +315,13 @@ def _check_vocabulary(sources: Sources, config: Config) -> None:
         )
 
 
-def _model(config: Config, *, example: Mapping[str, jax.ShapeDtypeStruct]) -> Model:
-    made = _call(config.model.factory, "model.factory", config.model, config.remat)
+def _model(
+    config: Config,
+    remat: RematConfig,
+    *,
+    example: Mapping[str, jax.ShapeDtypeStruct],
+) -> Model:
+    made = _call(config.model.factory, "model.factory", config.model, remat)
     loss = None
     if config.loss.factory:
         loss = _call(config.loss.factory, "loss.factory", config.loss)

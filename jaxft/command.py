@@ -34,6 +34,8 @@ usage: python -m jaxft.main --config=FILE --workdir=FOLDER [--config.SECTION.FIE
   --workdir=FOLDER       checkpoints, events, lock and compile cache; the same command
                          goes on where an earlier one stopped
   --role=supervise|work  restart the worker when it dies (default), or run it alone
+  --role=compile --target=tpu:v5e:4x4
+                         compile the run for devices that need not be here, and exit
   --num_processes=N      alone: starts all processes of a job on this machine
   --num_processes=N --process_index=I --coordinator=HOST:PORT
                          who this is, where neither Slurm nor Kubernetes says it
@@ -52,10 +54,11 @@ class Command:
         argv: the words it came from, the program first.
         config: from the file, with overrides; not yet resolved.
         workdir: as it was given.
-        role: `supervise` or `work`.
+        role: `supervise`, `work` or `compile`.
         num_processes: of the whole job; None when it was not given.
         process_index: of this one; None when it was not given.
         coordinator: `host:port`; empty when it was not given.
+        target: what `compile` compiles for.
     """
 
     argv: tuple[str, ...]
@@ -65,6 +68,7 @@ class Command:
     num_processes: int | None = None
     process_index: int | None = None
     coordinator: str = ""
+    target: str = "here"
 
 
 def parse(argv: Sequence[str]) -> Command:
@@ -93,6 +97,7 @@ def parse(argv: Sequence[str]) -> Command:
         num_processes=values.num_processes,
         process_index=values.process_index,
         coordinator=values.coordinator,
+        target=_target(values),
     )
 
 
@@ -101,10 +106,19 @@ def _define_flags(values: flags.FlagValues, config: Config, words: list[str]) ->
     config_flags.DEFINE_config_dataclass("config", config, sys_argv=words, **define)
     once = define | {"allow_overwrite": False}
     flags.DEFINE_string("workdir", "", "folder of the run", **once)
-    flags.DEFINE_enum("role", "supervise", ["supervise", "work"], "role", **define)
+    flags.DEFINE_enum(
+        "role", "supervise", ["supervise", "work", "compile"], "role", **define
+    )
     flags.DEFINE_integer("num_processes", None, "of the whole job", **define)
     flags.DEFINE_integer("process_index", None, "of this process", **define)
+    flags.DEFINE_string("target", "", "what --role=compile compiles for", **define)
     flags.DEFINE_string("coordinator", "", "host:port where they meet", **define)
+
+
+def _target(values: flags.FlagValues) -> str:
+    if values.target and values.role != "compile":
+        raise ConfigError("", "--target goes with --role=compile only")
+    return values.target or "here"
 
 
 def _split_config(argv: Sequence[str]) -> tuple[str, list[str]]:

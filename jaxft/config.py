@@ -170,7 +170,12 @@ class RematConfig(Section):
     plan: str = setting(
         "none",
         "a policy for all layers, or '0-3:full,4-7:dots'; policies: none, full, "
-        "dots, dots_no_batch, names(a,b), offload(a,b)",
+        "dots, dots_no_batch, names(a,b), offload(a,b); auto chooses for the budget",
+        numbers=False,
+    )
+    memory_budget: str = setting(
+        "90%",
+        "of a device, for auto: e.g. 14GiB, or a share of its memory",
         numbers=False,
     )
 
@@ -189,6 +194,11 @@ class TrainConfig(Section):
     guard: bool = setting(True, "do not apply a non-finite update")
     clip_norm: float = not_negative(0.0, "global gradient norm limit; 0 is off")
     ema_decay: float = fraction(0.0, "average of parameters for evaluation: 0 is off")
+    offload_opt_state: bool = setting(
+        False,
+        "keep the arrays of the optimizer's state in host memory between updates",
+        numbers=False,
+    )
     max_nonfinite: int = positive(
         10, "non-finite steps in a row before the run rolls back", numbers=False
     )

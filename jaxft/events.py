@@ -98,6 +98,25 @@ KINDS: dict[str, dict[str, str]] = {
     },
     "phase": {"name": "init, compile, restore, train, evaluate, save, mirror"},
     "compile": {"secs": "wall time", "cached": "whether the cache served it"},
+    "remat_plan": {
+        "plan": "what remat.plan=auto came to",
+        "reused": "whether an earlier start decided it",
+        "budget_bytes": "of a device",
+        "peak_bytes": "of a device, as the compiler said",
+        "recompute_percent": "of the layers' forward pass",
+        "compiles": "it took",
+    },
+    "remat_replan": {"changes": "setting -> [when it was decided, now]"},
+    "memory": {
+        "compiled_bytes": "peak of a device, as the compiler said",
+        "real_bytes": "peak of a device, as the backend saw it",
+        "off": "real over compiled, minus one",
+    },
+    "memory_differs": {
+        "compiled_bytes": "peak of a device, as the compiler said",
+        "real_bytes": "peak of a device, more than a tenth from it",
+        "off": "real over compiled, minus one",
+    },
     "cache_unusable": {"path": "its folder", "reason": "one line"},
     "fresh_start": {"reason": "one line"},
     "restore": {

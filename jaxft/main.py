@@ -3,9 +3,8 @@
 World: host-only until a role needs more. Floor: the top. Read `configs/tiny_lm.py`
 before and `jaxft/worker.py` or `jaxft/recovery/supervisor.py` after this file.
 
-`--role=supervise` (the default) never imports jax: it starts a worker, this same
-command with `--role=work`, and outlives it. `--role=work` by hand runs without a
-supervisor. Exit codes are those of `jaxft.records.ExitCode`.
+`--role=supervise` (the default) never imports jax: it starts a worker, this command
+with `--role=work`, and outlives it. Exit codes are those of `jaxft.records.ExitCode`.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ if __name__ == "__main__":
         if signal.getsignal(early) is not signal.SIG_IGN:
             signal.signal(early, _leave_at_once)
 
+from jaxft import compile_only, settings
 from jaxft import config as configs
-from jaxft import settings
 from jaxft.checkpoint.host_memory import available_bytes
 from jaxft.choices import Spare
 from jaxft.command import USAGE, Command, parse
@@ -102,6 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 signals=parse_signals(command.config.preemption.signals),
                 write=_say_of_member,
             )
+        if command.role == "compile":
+            return compile_for(command)
         launcher = find_launcher(os.environ, **_flags(command))
         if command.role == "work":
             return work(command, launcher=launcher)
@@ -223,6 +224,14 @@ def _lock(command: Command, launcher: Launcher) -> WorkdirLock:
         return WorkdirLock.acquire(command.workdir)
     member = member_name(launcher.process_index)
     return JobLock.join(command.workdir, job=launcher.identity, member=member)
+
+
+def compile_for(command: Command) -> int:
+    """Compiles the run for a target, keeps its plan in the workdir; runs nothing."""
+    with WorkdirLock.acquire(command.workdir) as lock:
+        found = compile_only.compile_run(command.config, command.target, lock.workdir)
+    writers.say(found, stream=sys.stdout)
+    return ExitCode.FINISHED
 
 
 def _make_spare(command: Command, **options: Any) -> SpareWorker | None:

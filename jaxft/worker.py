@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from jaxft import durable, init_params, rollbacks, settings
+from jaxft import durable, init_params, memory_record, rollbacks, settings
 from jaxft.build import Parts, build
 from jaxft.checkpoint import (
     decisions,
@@ -101,6 +101,8 @@ class Worker:
         mode = cache if config.compile.cache else "off"
         self._cache = CompileCache(workdir / "compile_cache", mode=mode, emit=log)
         self._loop: Loop | None = None
+        self._remat: memory_record.PlanInForce | None = None
+        self._peak_bytes = 0
         self._progress: ProgressLine | None = None
         self._curves: pathlib.Path | None = None
         self._save_times = SaveTimes()
@@ -125,8 +127,11 @@ class Worker:
             # Building may read a whole corpus: a stop must not wait for it.
             with self._stops.may_leave():
                 self.team.join()
+                where = {"workdir": self._workdir, "emit": self.tell}
+                self._remat = memory_record.find_plan(self._config, **where)
                 parts = build(
                     self._config,
+                    plan=self._remat.plan if self._remat else None,
                     workdir=self._workdir,
                     emit=self.tell,
                     poll=self._poll_while_waiting,
@@ -136,6 +141,8 @@ class Worker:
                 self._preflight(parts)
             self._enter(parts)
             state, ending = self._train(parts)
+            stats = parts.train_step.mesh.local_devices[0].memory_stats()
+            memory_record.compare_peak(self._peak_bytes, stats, emit=self.tell)
             if ending is Ending.FINISHED and not self._close_manager(parts):
                 # What the mirror lacks, the next start of the command sends.
                 ending = Ending.STOPPED
@@ -213,7 +220,7 @@ class Worker:
         if newest is None:
             self._check_beginning(root, parts=parts)
             return
-        # A record that cannot be read is for the restore to deal with.
+        # One that cannot be read is for the restore to deal with.
         with contextlib.suppress(OSError, run_record.RecordError):
             record = run_record.read_record(layout.step_path(root, newest))
             if not _damage(record):
@@ -263,6 +270,8 @@ class Worker:
             with together.same_end(f"write to {self._workdir}"):
                 if self._place.is_primary:
                     _write_config(self._workdir / "config.json", self._config)
+                    if self._remat and self._remat.is_new:
+                        self._remat.write(self._workdir)
         except (ConfigError, FaultError) as error:
             raise space.refusal(error, newest=parts.manager.latest()) from error
         self._log("preflight_done")
@@ -416,10 +425,13 @@ class Worker:
         eval_fn = None
         if parts.heldout and self._config.eval.every_steps:
             eval_fn = parts.eval_step.lower(state, batch).compile()
+        memory = memory_record.observe(step_fn)
+        self._peak_bytes = memory.get("peak_bytes", 0)
         self._log(
             "compile",
             secs=time.monotonic() - started,
             cached=self._cache.num_hits > hits,
+            **memory,
         )
         return step_fn, eval_fn
 

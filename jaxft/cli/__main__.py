@@ -1,7 +1,8 @@
-"""The toolbox: `python -m jaxft.cli ckpt|report|simulate|drill ...`.
+"""The toolbox: `python -m jaxft.cli ckpt|report|simulate|drill|plan ...`.
 
 World: host-only. Floor: the top, beside `main`. Read `jaxft/cli/ckpt.py`,
-`jaxft/cli/report.py`, `jaxft/cli/simulate.py` and `jaxft/cli/drill.py` next.
+`jaxft/cli/report.py`, `jaxft/cli/simulate.py`, `jaxft/cli/drill.py` and
+`jaxft/cli/plan.py` next.
 
 Exit codes: 0 fine, 1 two checkpoints differ or a drill was not passed, 66 a problem
 was found or nothing is there, 73 a run is using it, 74 it cannot be read or written
@@ -21,7 +22,7 @@ from typing import NoReturn
 from jaxft.checkpoint.export import ExportError
 from jaxft.checkpoint.run_record import RecordError
 from jaxft.checkpoint.stored_tree import ArrayError
-from jaxft.cli import ckpt, drill, report, simulate
+from jaxft.cli import ckpt, drill, plan, report, simulate
 from jaxft.config import ConfigError
 from jaxft.records import ExitCode, FaultError
 
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report.add_command(groups)
     simulate.add_command(groups)
     drill.add_command(groups)
+    plan.add_command(groups)
     try:
         options, rest = parser.parse_known_args(argv)
         options.settings = [word for word in rest if word.startswith("--config.")]

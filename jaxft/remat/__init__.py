@@ -1,19 +1,14 @@
-"""What the backward pass keeps.
-
-`jaxft.remat.wrap` is for models of your own. It is imported when it is used, as the
-rest of this package is also for who has no jax at hand.
-"""
+"""What the backward pass keeps: `jaxft.remat.wrap` for the layers of any model."""
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 __all__ = ["wrap"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "wrap":
-        from jaxft.remat.wrapping import wrap
-
-        return wrap
-    raise AttributeError(f"module 'jaxft.remat' has no attribute {name!r}")
+    if name in __all__:
+        return getattr(importlib.import_module("jaxft.remat.wrapping"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxft.remat.estimate import hear_layers
 from jaxft.remat.policies import Policy, wrap
 from jaxft.types import PyTree
 
@@ -66,6 +67,7 @@ def apply_layers(
     """
     outputs = []
     for layer, policy in zip(layers, plan, strict=True):
+        hear_layers(layer_fn, carry, layer)
         carry, output = wrap(layer_fn, policy, in_scan=False)(carry, layer)
         outputs.append(output)
     return carry, outputs
@@ -87,6 +89,8 @@ def scan_layers(
         The last carry, and the outputs, `[num_layers, ...]`.
     """
     segments = plan_segments(plan)
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stack)
+    hear_layers(layer_fn, carry, one, count=len(plan), scanned=True)
     outputs = []
     for segment, part in zip(segments, _split_stack(stack, segments), strict=True):
         carry, output = _apply_segment(layer_fn, carry, stack=part, segment=segment)

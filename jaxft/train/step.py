@@ -70,6 +70,7 @@ class TrainStep:
             shapes, mesh=mesh, config=sharding, axes=model.axes
         )
         self.state_shardings = jax.tree.map(lambda p: p.sharding, self.placements)
+        fetch = self._offload(config) if config.offload_opt_state else None
         self.abstract_state = abstract_state(shapes, shardings=self.state_shardings)
         self.batch_sharding = placing.batch_sharding(mesh, config=sharding)
         loss = _in_compute_dtype(model.loss, precision)
@@ -91,6 +92,7 @@ class TrainStep:
                 config=config,
                 accum_dtype=precision.accum_dtype,
                 rows=self.batch_sharding,
+                fetch=fetch,
             ),
             donate_argnums=0,
             in_shardings=(
@@ -103,6 +105,28 @@ class TrainStep:
                 NamedSharding(mesh, PartitionSpec()),
             ),
         )
+
+    def _offload(self, config: TrainConfig) -> Callable[[PyTree], PyTree]:
+        """Puts the arrays of the optimizer's state in host memory.
+
+        Returns:
+            What brings them to the devices, traced.
+        """
+        if config.virtual_shards:
+            raise ConfigError(
+                "train.offload_opt_state", "does not go with train.virtual_shards"
+            )
+        on_device = self.state_shardings.opt_state
+        on_host = jax.tree.map(
+            # Scalars (counts) stay: they are read at once.
+            lambda placed, x: (
+                placed.with_memory_kind("pinned_host") if x.ndim else placed
+            ),
+            on_device,
+            self._factory.plan_shapes(self._key).opt_state,
+        )
+        self.state_shardings = self.state_shardings.replace(opt_state=on_host)
+        return lambda opt_state: jax.device_put(opt_state, on_device)
 
     def init(
         self, key: jax.Array | None = None, *, params: PyTree | None = None
@@ -258,6 +282,7 @@ def _trace(
     config: TrainConfig,
     accum_dtype: Any,
     rows: NamedSharding,
+    fetch: Callable[[PyTree], PyTree] | None = None,
 ) -> Callable[..., tuple[TrainState, StepOutput]]:
     """The step as a plain function of arrays."""
     # Some look at the loss, e.g. optax.contrib.reduce_on_plateau.
@@ -280,6 +305,8 @@ def _trace(
                 rng=jax.random.fold_in(state.rng, state.step),
             )
         grads, metrics = average(grads, sums, like=state.params)
+        if fetch is not None:
+            state = state.replace(opt_state=fetch(state.opt_state))
         return apply_update(
             optimizer,
             state,

@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxft import remat
 from jaxft.config import ConfigError
+from jaxft.remat.policies import parse_plan
 
 NUM_LAYERS, WIDTH = 4, 16
 PLANS = [
@@ -138,8 +139,15 @@ def test_the_policies_keep_less_and_less(kind):
     assert full < mixed < kept_bytes(kind, "none")
 
 
-def test_none_is_the_layer_itself():
-    assert remat.wrap(layer, layer=0, plan="none") is layer
+def test_a_class_under_none_is_the_class_itself():
+    assert remat.wrap(LinenLayer, layer=0, plan="none") is LinenLayer
+
+
+def test_a_plan_may_be_one_policy_a_layer():
+    plan = parse_plan("0:full,1:dots", 2)
+    run = remat.wrap(layer, layer=1, plan=plan)
+    _, params = plain_case("none")
+    np.testing.assert_array_equal(run(params[0], rows()), layer(params[0], rows()))
 
 
 def test_keywords_reach_the_layer():
