@@ -19,6 +19,8 @@ _OPERATION = re.compile(
 _ARRAY = re.compile(r"\b(pred|[subf]\d+|bf16|f8\w*)\[([\d,]*)\]")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{\s*$")
 _CALLED = re.compile(r"(?:body|calls|to_apply|condition)=%?([\w.\-]+)")
+_UNTIL = re.compile(r"condition=%?([\w.\-]+)")
+_INTEGER = re.compile(r"= s32\[\]\S* constant\((\d+)\)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
@@ -28,7 +30,7 @@ class Collective:
 
     Attributes:
         kind: as the compiler calls it.
-        count: how many are run, the trips of loops counted where they are known.
+        count: how many are run; a loop counts by its trips where they can be read.
         num_bytes: of their results, for one device.
     """
 
@@ -54,7 +56,8 @@ def count_collectives(hlo: str) -> tuple[Collective, ...]:
 def _parse(hlo: str) -> tuple[dict, dict, str]:
     """Each computation's own collectives, what it calls how often, and the first."""
     own: dict[str, list[tuple[str, int]]] = collections.defaultdict(list)
-    calls: dict[str, list[tuple[str, int]]] = collections.defaultdict(list)
+    called: dict[str, list[tuple[str, int, str]]] = collections.defaultdict(list)
+    constants: dict[str, list[int]] = collections.defaultdict(list)
     entry = current = ""
     for line in hlo.splitlines():
         if not line.startswith(" "):
@@ -64,10 +67,22 @@ def _parse(hlo: str) -> tuple[dict, dict, str]:
             continue
         if match := _OPERATION.search(line):
             own[current].append((match["kind"], _result_bytes(match)))
-        if "_computation=" in line or "=" in line:
-            trips = int(found[1]) if (found := _TRIPS.search(line)) else 1
-            calls[current] += [(name, trips) for name in _CALLED.findall(line)]
+        constants[current] += [int(number) for number in _INTEGER.findall(line)]
+        trips = int(found[1]) if (found := _TRIPS.search(line)) else 0
+        until = found[1] if (found := _UNTIL.search(line)) else ""
+        called[current] += [(name, trips, until) for name in _CALLED.findall(line)]
+    calls = {
+        caller: [
+            (name, trips or _trips(constants[until])) for name, trips, until in row
+        ]
+        for caller, row in called.items()
+    }
     return own, calls, entry
+
+
+def _trips(constants: list[int]) -> int:
+    """Of a loop whose condition compares its counter with the only number in it."""
+    return constants[0] if len(constants) == 1 else 1
 
 
 def _result_bytes(match: re.Match[str]) -> int:

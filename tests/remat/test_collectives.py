@@ -36,5 +36,11 @@ def test_counts_kinds_bytes_and_trips():
     )
 
 
+def test_trips_are_read_off_the_condition_where_nobody_says_them():
+    text = HLO.replace(', backend_config={"known_trip_count":{"n":"12"}}', "")
+    text = text.replace("  ROOT %lt", "  %n = s32[]{:T(128)} constant(12)\n  ROOT %lt")
+    assert count_collectives(text) == count_collectives(HLO)
+
+
 def test_a_program_without_any():
     assert count_collectives("ENTRY %main () -> f32[] {\n  %a = f32[] add(%b)\n}") == ()

@@ -77,7 +77,8 @@ def _cost(layers, plan):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_exact_on_stacks_as_exhaustive_search_is(seed):
+@pytest.mark.parametrize("max_groups", [1, 2, 3])
+def test_exact_on_stacks_as_exhaustive_search_is(seed, max_groups):
     rng = random.Random(seed)
     options = [
         Option(
@@ -89,10 +90,10 @@ def test_exact_on_stacks_as_exhaustive_search_is(seed):
     ]
     layers = stack(*options, num_layers=rng.choice([2, 3, 5, 6]))
     for budget in range(0, 60 * len(layers.options), 37):
-        plan = choose(layers, budget)
-        best = _best(layers, budget, lambda plan: len(set(plan)) <= 3)
+        plan = Planner(max_groups=max_groups).choose(layers, model(), budget)
+        best = _best(layers, budget, lambda plan: len(set(plan)) <= max_groups)
         assert _cost(layers, plan) == best
-        assert plan is None or planner.num_scans(plan) <= 3
+        assert plan is None or planner.num_scans(plan) <= max_groups
 
 
 @pytest.mark.parametrize("seed", range(8))
