@@ -247,7 +247,7 @@ def _compiled(policy):
     return subject.compile((policy,) * 4)[0].peak_bytes
 
 
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_policies_are_ordered_by_what_they_keep_in_scan_and_loop(subject, scan):
     here = find_target("here", devices=jax.devices()[:1])
     layers = Subject(small(model__scan_layers=scan), here).layers
@@ -257,7 +257,16 @@ def test_policies_are_ordered_by_what_they_keep_in_scan_and_loop(subject, scan):
     assert layers.options[0] == subject.layers.options[0]
 
 
-@pytest.mark.parametrize("policy", ["full", "names(attn,up)", "dots_no_batch", "dots"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "full",
+        *(
+            pytest.param(policy, marks=pytest.mark.slow)
+            for policy in ("names(attn,up)", "dots_no_batch", "dots")
+        ),
+    ],
+)
 def test_each_policy_changes_what_the_real_step_keeps(subject, policy):
     # On CPU a loop's memory does not follow what is kept; a scan's does.
     kept = {o.policy: o.kept_bytes for o in subject.layers.options[0]}
@@ -265,7 +274,7 @@ def test_each_policy_changes_what_the_real_step_keeps(subject, policy):
     assert _compiled("none") - _compiled(policy) == pytest.approx(saved, rel=0.4)
 
 
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_optimized_program_computes_again(scan):
     """`prevent_cse`: else the compiler would undo the remat of a loop."""
     here = find_target("here", devices=jax.devices()[:1])
