@@ -23,6 +23,7 @@ import jax
 from jaxft.build import Core, build_core
 from jaxft.checkpoint.options import parse_bytes
 from jaxft.config import Config, ConfigError
+from jaxft.parallel.mesh import make_mesh
 from jaxft.parallel.precision import make_precision
 from jaxft.remat import planner
 from jaxft.remat.collectives import Collective, count_collectives
@@ -203,9 +204,19 @@ def decide(
     )
 
 
+def target_of(config: Config, name: str) -> Target:
+    """The devices of a name; `here` are those that the config's mesh would take.
+
+    Raises:
+        ConfigError: there is no such target, or no such mesh here.
+    """
+    here = make_mesh(config.mesh).devices.flat if name == "here" else ()
+    return find_target(name, devices=list(here))
+
+
 def plan_for(config: Config, target_name: str) -> dict[str, Any]:
     """Plans a run for a target, or compiles the plan it names; as JSON values."""
-    target = find_target(target_name)
+    target = target_of(config, target_name)
     started = time.monotonic()
     subject = Subject(config, target)
     if config.remat.plan.strip() == "auto":

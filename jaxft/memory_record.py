@@ -16,7 +16,7 @@ import jax
 from jaxft import durable, memory_plan, settings
 from jaxft.config import Config, ConfigError
 from jaxft.records import Emit
-from jaxft.remat.targets import Target, find_target, read_footprint
+from jaxft.remat.targets import Target, read_footprint
 
 FILE = "remat.json"
 _FORMAT = 1
@@ -76,7 +76,7 @@ def find_plan(
     """
     if config.remat.plan.strip() != "auto":
         return None
-    target = find_target(target_name, devices=None)
+    target = memory_plan.target_of(config, target_name)
     basis = _basis(config, target)
     saved, changes = _read(workdir / FILE, basis)
     if saved is not None and not changes:

@@ -92,19 +92,19 @@ class Footprint:
     refused: str = ""
 
 
-def find_target(name: str, *, devices: Sequence[Any] | None = None) -> Target:
+def find_target(name: str, *, devices: Sequence[Any] = ()) -> Target:
     """The devices that a name stands for.
 
     Args:
         name: `here`, `tpu:v5e:4x4`, `gpu:h100:8`.
-        devices: for `here`; all of JAX when left out.
+        devices: what `here` means.
 
     Raises:
         ConfigError: there is no such target, or its compiler is not installed.
     """
     kind, _, rest = name.partition(":")
     if name == "here":
-        return _here(jax.devices() if devices is None else devices)
+        return _here(devices)
     if kind == "tpu" and re.fullmatch(r"\w+:\d+(x\d+)+", rest):
         return _tpu(name, rest)
     if kind == "gpu" and (match := re.fullmatch(r"h100:(\d+)", rest)):
